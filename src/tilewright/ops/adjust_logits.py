@@ -10,7 +10,8 @@
 
 Source    Keskar et al. 2019, arXiv:1909.05858, section 4.1 (repetition); OpenAI's API reference
           (presence, frequency, bias); xgrammar and llguidance (the mask's bits).
-Numerics  fp32, not rounded again: `sample` and `argmax` take it.
+Numerics  fp32, not rounded again: `sample` and `argmax` take it. x / repetition is a product with
+          1 / repetition.
 Bound     Memory: logits, counts and biases read once, out written once.
 """
 
@@ -27,7 +28,7 @@ from ..launch.values import Claims, finite, no_nan, positive
 from ..select import Choices, Work
 from .common.pdl import pdl_overlap
 from .common.rows import CPU_TILE, TILE_TIE, grid_fits, stream
-from .common.tiles import ZERO
+from .common.tiles import ZERO, load_masked
 
 PROMPT = -(2**31)  # what `counts` holds of a token that stands in the prompt alone
 WORD = 32  # bits of the mask
@@ -124,7 +125,7 @@ class Config:
     num_worker_warps: int | None = None
 
 
-TILES = ((2048, 4, 4), (1024, 4, 4), (4096, 4, 8), (2048, 4, 8))
+TILES = ((1024, 4, 4), (2048, 4, 8), (4096, 4, 8), (2048, 4, 4))
 
 
 def candidates(p: Problem, device: Device) -> list[Config]:
@@ -184,31 +185,37 @@ def adjust_logits_kernel(
     tiles = ct.cdiv(COLS, TILE)
     row, j = ct.bid(0) // tiles, ct.bid(0) % tiles
 
-    def part(ARRAY, SIZE):
-        at = (min(row, ARRAY.shape[0] - 1), j)
-        return ct.load(ARRAY, at, (1, SIZE), padding_mode=ZERO, latency=LATENCY, allow_tma=False)
-
     def of_row(ARRAY):
         return ct.load(ARRAY, (min(row, ARRAY.shape[0] - 1),), ())
 
-    x = part(LOGITS, TILE).astype(ct.float32)
-    if HAS_REPETITION or HAS_PRESENCE or HAS_FREQUENCY:
-        counts = part(COUNTS, TILE)
-        times = counts & 0x7FFFFFFF
-        if HAS_REPETITION:
-            factor = of_row(REPETITION)
-            x = ct.where(counts == 0, x, ct.where(x > 0.0, x / factor, x * factor))
-        if HAS_PRESENCE:
-            x = x - ct.where(times > 0, of_row(PRESENCE), 0.0)
-        if HAS_FREQUENCY:
-            x = x - of_row(FREQUENCY) * times.astype(ct.float32)
-    if HAS_BIAS:
-        x = x + part(BIAS, TILE)
-    if HAS_MASK:
-        words = part(MASK, TILE // WORD).reshape((TILE // WORD, 1))
-        bits = (words >> ct.arange(WORD, dtype=ct.int32).reshape((1, WORD))) & 1
-        x = ct.where(bits.reshape((1, TILE)) == 1, x, -math.inf)
-    ct.store(OUT, (row, j), x, allow_tma=False)
+    def adjusted(WHOLE):
+        def part(ARRAY, SIZE):
+            return load_masked(ARRAY, (min(row, ARRAY.shape[0] - 1), j), (1, SIZE), ZERO, WHOLE, LATENCY, False)
+
+        x = part(LOGITS, TILE).astype(ct.float32)
+        if HAS_REPETITION or HAS_PRESENCE or HAS_FREQUENCY:
+            counts = part(COUNTS, TILE)
+            times = counts & 0x7FFFFFFF
+            if HAS_REPETITION:
+                # One division for all: each is a branch, which the loads behind it wait for.
+                factor = of_row(REPETITION)
+                x = ct.where(counts == 0, x, x * ct.where(x > 0.0, 1.0 / factor, factor))
+            if HAS_PRESENCE:
+                x = x - ct.where(times > 0, of_row(PRESENCE), 0.0)
+            if HAS_FREQUENCY:
+                x = x - of_row(FREQUENCY) * times.astype(ct.float32)
+        if HAS_BIAS:
+            x = x + part(BIAS, TILE)
+        if HAS_MASK:
+            words = part(MASK, TILE // WORD).reshape((TILE // WORD, 1))
+            bits = (words >> ct.arange(WORD, dtype=ct.int32).reshape((1, WORD))) & 1
+            x = ct.where(bits.reshape((1, TILE)) == 1, x, -math.inf)
+        return x
+
+    if (j + 1) * TILE <= COLS:
+        ct.store(OUT, (row, j), adjusted(True), check_bounds=False, allow_tma=False)
+    else:
+        ct.store(OUT, (row, j), adjusted(False), allow_tma=False)
 
 
 DECISION = CHOICES.decision(Problem, plan, ("logits", "counts", *GIVEN, "out"))
