@@ -2,14 +2,16 @@
 edges, messages.
 """
 
+import cuda.tile as ct
 import pytest
 import torch
 
-from tilewright import argmax, sample
+from tilewright import argmax, interpret, sample
 from tilewright.compile.disassemble import usage
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import adjust_logits, sample as op
+from tilewright.ops.sample.kernels import _exponential
 from tilewright.testing import run_op
 
 SEED = torch.tensor(7)
@@ -176,3 +178,17 @@ def test_two_blocks_share_an_sm_where_rows_need_it(problem):
     found = usage(Job.of(launches[0], "sm_90").build())
     assert found.registers <= 128
     assert found.stack_bytes == 0
+
+
+@ct.kernel
+def exponential_kernel(WORDS, OUT):
+    ct.store(OUT, (0,), _exponential(ct.load(WORDS, (0,), (4096,)).astype(ct.uint32)))
+
+
+def test_the_exponential_of_a_word_is_good_to_fp32():
+    """From 2**-33, which 1 - v rounds away, to 16.6."""
+    words = torch.cat((torch.arange(1024), 2 ** torch.arange(32), 2**32 - 1 - torch.arange(1024), torch.randint(0, 2**32, (2016,))))
+    out = torch.empty(4096)
+    interpret(exponential_kernel, (1,), (words, out))
+    v = ((words.float() * 2.0**-32 + 2.0**-33).clamp(max=1 - 2.0**-24)).double()
+    torch.testing.assert_close(out.double(), -torch.log1p(-v), rtol=4e-7, atol=0)
