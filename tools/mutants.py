@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant("ops/common/recurrence.py", "there = (c >= 0) & (c * CHUNK < end - first)", "there = c >= 0", "cpu/test_linear_attention.py"),
     Mutant("ops/gated_delta_rule/channel_kernels.py", "b, place = 0, first // CHUNK + seq", "b, place = 0, first // CHUNK", "cpu/test_linear_attention.py"),
     Mutant("ops/causal_conv1d.py", "before, now = now[TILE_M - (WIDTH - 1) :], ahead", "before, now = now[: WIDTH - 1], ahead", "cpu/test_linear_attention.py"),
-    Mutant("ops/causal_conv1d.py", "max(first, 1), min(last, whole)", "max(first, 1), min(last, tiles)", "cpu/test_linear_attention.py"),
+    Mutant("ops/causal_conv1d.py", "inner, outer = max(first, 1), min(last, whole)", "inner, outer = max(first, 1), min(last, tiles)", "cpu/test_linear_attention.py"),
     Mutant("ops/causal_conv1d.py", "(seq, TAPS + t, channel)", "(seq, TAPS + t - 1, channel)", "cpu/test_linear_attention.py"),
     Mutant("ops/causal_conv1d.py", " and (p.one or c.tile_m >= p.width - 1)", "", "cpu/test_linear_attention.py"),
     Mutant("ops/causal_conv1d.py", "inputs[i + 1], mask=there", "inputs[i], mask=there", "cpu/test_linear_attention.py"),

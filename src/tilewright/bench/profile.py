@@ -182,8 +182,8 @@ def _show_sums(console: Console, found: Sequence[dict[str, Any]]) -> None:
 
 def _show_roof(console: Console, problem: Any, found: Sequence[dict[str, Any]]) -> None:
     """Prints the least time of the problem, to compare the counters with."""
-    device, cost = Device.of(torch.empty(0, device="cuda")), problem.cost()
-    memory_us, compute_us = cost.size_bytes / device.memory_gbs / 1e3, cost.flops / device.tflops / 1e6
+    device = Device.of(torch.empty(0, device="cuda"))
+    memory_us, compute_us = problem.cost().times_us(device.memory_gbs, device.tflops)
     console.print(f"\nroof on {device.name}: {memory_us:.1f} us for its bytes, {compute_us:.1f} us for its operations; {len(found)} kernels")
 
 

@@ -115,7 +115,7 @@ def make_row(op: str, problem: Any, gpu: str, ceilings: Ceilings, measured: Meas
     # rate.
     memory_gbs = ceilings.copy_gbs if 4 * measured.written_bytes >= cost.size_bytes else ceilings.read_gbs
     tflops = ceilings.tflops * (2 if problem.dtype.itemsize == 1 else 1)  # tensor cores multiply 8-bit operands twice as fast
-    memory_us, compute_us = cost.size_bytes / memory_gbs / 1e3, cost.flops / tflops / 1e6
+    memory_us, compute_us = cost.times_us(memory_gbs, tflops)
     peer_us = {name: timing.time_us for name, timing in measured.times.items() if name != "ours"}
     return Row(
         op=op,

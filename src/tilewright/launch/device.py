@@ -17,6 +17,10 @@ class Cost:
     size_bytes: int
     flops: int = 0
 
+    def times_us(self, memory_gbs: float, tflops: float) -> tuple[float, float]:
+        """What the bytes take at so many GB/s, and the operations at so many TFLOP/s."""
+        return self.size_bytes / memory_gbs / 1e3, self.flops / tflops / 1e6
+
 
 @dataclass(frozen=True, slots=True, eq=False)  # one object per device: hashed by identity, in no time
 class Device:

@@ -316,12 +316,13 @@ def causal_conv1d_kernel(
 
     tiles, whole = ct.cdiv(n, TILE_M), n // TILE_M
     first, last = max(c * STEPS, 0), min(c * STEPS + STEPS, tiles)
-    begin, end = max(first, 1), min(last, whole)  # of the tiles whose inputs all lie in the sequence
-    if COLS % TILE_N == 0 and begin < end:
-        before, now = rows_from(begin * TILE_M - (WIDTH - 1), WIDTH - 1), rows_from(begin * TILE_M, TILE_M)
-        for tile in range(begin, end):
-            ahead = rows_from(min(tile + 1, end - 1) * TILE_M, TILE_M)
-            inputs, results = (*before, *now), ()
+    inner, outer = max(first, 1), min(last, whole)  # tiles whose inputs all lie in the sequence
+    if COLS % TILE_N == 0 and inner < outer:
+        before, now = rows_from(inner * TILE_M - (WIDTH - 1), WIDTH - 1), rows_from(inner * TILE_M, TILE_M)
+        for tile in range(inner, outer):
+            ahead = rows_from(min(tile + 1, outer - 1) * TILE_M, TILE_M)
+            inputs = (*before, *now)
+            results: tuple = ()
             for i in ct.static_iter(range(TILE_M)):
                 results = (*results, convolved(inputs, i, weights, start, SILU).astype(OUT.dtype))
             ct.store(OUT, (tile, j), one_tile(results), check_bounds=False, allow_tma=False)

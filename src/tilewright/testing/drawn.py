@@ -91,8 +91,7 @@ def input_bytes(problem: Any) -> int:
 
 def least_us(problem: Any) -> float:
     """What an H200 needs for it at its data-sheet rates."""
-    cost = problem.cost()
-    return float(max(cost.size_bytes / READ_GBS / 1e3, cost.flops / TFLOPS / 1e6 / (2 if problem.dtype.itemsize == 1 else 1)))
+    return float(max(problem.cost().times_us(READ_GBS, TFLOPS * (2 if problem.dtype.itemsize == 1 else 1))))
 
 
 def sized(problem: Any) -> Sized:

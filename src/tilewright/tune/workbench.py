@@ -115,8 +115,7 @@ class Gpu:
 
 def least_us(problem: Any, device: Device) -> float:
     """The time that a problem takes at the device's peak rates."""
-    cost = problem.cost()
-    return float(max(cost.size_bytes / device.memory_gbs / 1e3, cost.flops / device.tflops / 1e6))
+    return float(max(problem.cost().times_us(device.memory_gbs, device.tflops)))
 
 
 class GpuClock:
