@@ -324,8 +324,13 @@ def test_importing_is_inert(tmp_path):
         "assert 'transformers' not in sys.modules\n"
         "assert seconds < float(sys.argv[2]), seconds\n"
     )
-    for limit in ("inf", str(0.25 * slower())):  # the first run writes the bytecode
-        run = subprocess.run([sys.executable, "-c", code, str(tmp_path), limit], capture_output=True, text=True, check=False)
+    # The first run writes the bytecode. What else runs on the machine doubles the time now and
+    # then: the best of three is the import's own.
+    for limits in (("inf",), (str(0.25 * slower()),) * 3):
+        for limit in limits:
+            run = subprocess.run([sys.executable, "-c", code, str(tmp_path), limit], capture_output=True, text=True, check=False)
+            if run.returncode == 0:
+                break
         assert run.returncode == 0, run.stderr
         assert run.stdout == ""
         assert run.stderr == ""
