@@ -4,10 +4,10 @@
 
 Forms: `apart`, every launch of its own; `joined`, norm and activation in the launch that makes
 pieces (engine/layers.py, MOST_SMALL_ROWS); `ahead`: also the first weights while the launch before
-ends; `shares`, as shipped: also sums over shares of k left to their reader (engine/shares.py);
-`mega`, of e4m3 weights the megakernel. Each form is an engine on the same weights; rounds take
-turns. Tokens must be the same up to rounding: the number of equal ones is
-printed.
+ends; `stream`: also sums over shares of k left to the product that reads them (engine/shares.py);
+`shares`, as shipped: all such sums left to their reader, those of q, k and v too; `mega`, of e4m3
+weights the megakernel. Each form is an engine on the same weights; rounds take turns. Tokens must
+be the same up to rounding: the number of equal ones is printed.
 """
 
 import argparse
@@ -21,17 +21,21 @@ from typing import Any
 import torch
 
 from tilewright.bench.report import tell
-from tilewright.engine import Engine, layers, programs
+from tilewright.engine import Engine, layers, shares
 from tilewright.launch import Device, forced_config
 from tilewright.models import load
 from tilewright.models.quantized import quantize
 from tilewright.ops import quantized_matmul
+from tilewright.ops.kv_append import kv_append_out
+from tilewright.ops.quantized_matmul import quantized_matmul_out
 
-FORMS = {"apart": (0, 0, False), "joined": (16, 0, False), "ahead": (16, 1, False), "shares": (16, 1, True), "mega": (16, 1, True)}
+STREAM = (quantized_matmul_out,)
+ALL = (*STREAM, kv_append_out)
+FORMS = {"apart": (0, 0, ()), "joined": (16, 0, ()), "ahead": (16, 1, ()), "stream": (16, 1, STREAM), "shares": (16, 1, ALL), "mega": (16, 1, ALL)}
 
 
 @contextmanager
-def form(rows: int, ahead: int, shares: bool) -> Iterator[None]:
+def form(rows: int, ahead: int, readers: tuple[Any, ...]) -> Iterator[None]:
     """Steps that are made within the context have this form: the shipped configs but for it."""
 
     def config(p: quantized_matmul.Problem, device: Device) -> Any:
@@ -39,14 +43,15 @@ def form(rows: int, ahead: int, shares: bool) -> Iterator[None]:
         return replace(shipped, ahead=min(shipped.ahead, ahead))
 
     before, layers.MOST_SMALL_ROWS = layers.MOST_SMALL_ROWS, rows
-    joined = programs.in_shares
-    if not shares:
-        programs.in_shares = lambda calls, buffers: list(calls)
+    known = dict(shares.READERS)
+    for op in known.keys() - set(readers):
+        del shares.READERS[op]
     try:
         with forced_config(quantized_matmul.DECISION.plan, config):
             yield
     finally:
-        layers.MOST_SMALL_ROWS, programs.in_shares = before, joined
+        layers.MOST_SMALL_ROWS = before
+        shares.READERS.update(known)
 
 
 def main() -> None:
@@ -57,13 +62,15 @@ def main() -> None:
     parser.add_argument("--mode", default="graph", choices=("graph", "eager"))
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--forms", default=",".join(FORMS), help="some of them, by commas")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     model = load(given.model, device=given.device, dtype=torch.bfloat16).model
     quantize(model, given.weights, undoable=False)
     prompt = torch.randint(0, model.config.vocab_size, (32,), generator=torch.Generator().manual_seed(1)).tolist()
     first: list[int] = []
-    forms = {name: how for name, how in FORMS.items() if name != "mega" or given.weights == "e4m3"}
+    asked = [name for name in given.forms.split(",") if name != "mega" or given.weights == "e4m3"]
+    forms = {name: FORMS[name] for name in asked}
     times: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(given.rounds):
         for name, how in forms.items():

@@ -41,10 +41,12 @@ def test_it_does_what_the_ops_do(form: Form, position: int) -> None:
         (6, 64, Form(4, 64), {}),
         (40, 64, Form(4, 64), {"sinks": True}),
         (8, 64, Form(4, 64), {"window": 1}),
+        (6, 64, Form(4, 64), {"shares": 3, "norms": True}),
+        (32, 64, Form(1, 64), {"shares": 2, "window": 128, "sinks": True}),
     ],
     ids=str,
 )
-def test_windows_sinks_and_norms(heads: int, dim: int, form: Form, options: dict) -> None:
+def test_windows_sinks_norms_and_shares(heads: int, dim: int, form: Form, options: dict) -> None:
     compared(heads, 2, dim, 300, form, **options)
 
 
@@ -80,7 +82,9 @@ def test_calls_that_it_takes() -> None:
     assert found(b={"q": q.clone()}) == found(a={"cos": table[:, :16]}) == found(b={"lse": torch.empty(1, 8, 1)}) == theirs
     assert found(name="B200") == theirs
     shares = heads_of(randn(2, 12 * 64, dtype=torch.float32), 64, 8, 2, 2)
-    assert found(dict(zip("qkv", shares, strict=True)) | {"rotated": q}) == theirs
+    left = dict(zip("qkv", shares, strict=True))
+    assert found(left | {"rotated": q}) == ours
+    assert found(left | {"rotated": q.clone()}) == theirs
 
 
 @pytest.mark.parametrize(

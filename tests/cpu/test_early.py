@@ -13,8 +13,10 @@ from tilewright.engine.append_attend import append_attend
 from tilewright.engine.program import Call
 from tilewright.engine.row_product import row_product
 from tilewright.engine.sampling import LIKELIEST
-from tilewright.launch import Device, traced
-from tilewright.ops import rms_norm
+from tilewright.engine.shares import in_shares
+from tilewright.launch import Device, forced_config, traced
+from tilewright.models.quantized import quantize
+from tilewright.ops import quantized_matmul, rms_norm
 from tilewright.ops.matmul import matmul_out
 from tilewright.ops.rms_norm_matmul import rms_norm_matmul_out
 from tilewright.testing import assert_accurate
@@ -27,15 +29,17 @@ def randn(*shape: int, device: torch.device = CPU) -> torch.Tensor:
 
 
 def heads_of(row: torch.Tensor, dim: int, *counts: int) -> list[torch.Tensor]:
-    return [x.view(1, 1, -1, dim).transpose(1, 2) for x in row.split([count * dim for count in counts], 1)]
+    return [x.view(len(x), 1, -1, dim).transpose(1, 2) for x in row.split([count * dim for count in counts], 1)]
 
 
 @pytest.mark.parametrize(
-    ("dim", "norms", "position", "keys"), [(64, False, 0, 256), (64, True, 127, 128), (64, False, 200, 256), (128, True, 100, 128)]
+    ("dim", "norms", "position", "keys", "shares"),
+    [(64, False, 0, 256, 1), (64, True, 127, 128, 1), (64, False, 200, 256, 1), (128, True, 100, 128, 1), (64, True, 90, 128, 3)],
 )
-def test_append_and_attention_are_those_of_the_ops(dim: int, norms: bool, position: int, keys: int) -> None:
+def test_append_and_attention_are_those_of_the_ops(dim: int, norms: bool, position: int, keys: int, shares: int) -> None:
     torch.manual_seed(0)
-    row, caches = randn(1, 8 * dim), [randn(1, 2, 512, dim)[:, :, :keys] for _ in range(2)]
+    rows = torch.randn(shares, 8 * dim) if shares > 1 else randn(1, 8 * dim)
+    row, caches = rows.sum(0, keepdim=True).bfloat16(), [randn(1, 2, 512, dim)[:, :, :keys] for _ in range(2)]
     for cache in caches:
         cache[:, :, position:] = math.nan
     cos, sin = torch.rand(2, 300, dim // 2)
@@ -45,10 +49,10 @@ def test_append_and_attention_are_those_of_the_ops(dim: int, norms: bool, positi
     q, k, v = heads_of(wanted[0], dim, 4, 2, 2)
     kv_append(k, v, *wanted[1:], positions=places, q=q, **rotation, q_norm=weights[0], k_norm=weights[1], eps=1e-6)
     attended = attention_decode(q, *wanted[1:], kv_len=places[0] + 1, scale=0.1)
-    q, k, v = heads_of(found[0], dim, 4, 2, 2)
+    before, (q, k, v) = rows.clone(), heads_of(rows, dim, 4, 2, 2)
     out = torch.empty_like(attended)
     append_attend(q, k, v, *found[1:], places, cos, sin, *weights, out, 0.1, 1e-6, False)
-    assert torch.equal(found[0], row)
+    assert torch.equal(rows, before)
     assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(found[1:], wanted[1:], strict=True))
     assert torch.allclose(out.float(), attended.float(), atol=2**-7 * attended.abs().max().item())
 
@@ -95,6 +99,30 @@ def test_a_step_writes_the_tokens_of_the_plain_calls(monkeypatch: pytest.MonkeyP
     assert behind[0] == ["embedding_out", *layer, "row_product", "argmax_out", "advance"]
     assert [calls.count("append_attend") for calls in behind] == [1, 1, 0]
     assert [len(calls) for calls in before] == [10, 10, 10]
+
+
+@pytest.mark.parametrize(("max_len", "attention"), [(256, "append_attend"), (512, "attend_splits")])
+def test_attention_sums_the_shares_that_q_k_and_v_come_in(max_len: int, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch less of a layer than where the product sums them, and the same tokens."""
+    sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 384}
+    split = quantized_matmul.Config(8, 64, split_k=2, pieces=True)
+
+    def config(p: quantized_matmul.Problem, device: Device) -> quantized_matmul.Config:
+        return split if (p.m, p.n, p.k) == (1, 8 * 64, 256) else quantized_matmul.DECISION.decide(p, device)[0]
+
+    model, found = tiny("qwen3", torch.bfloat16, **sizes), []
+    quantize(model, "int4-128", undoable=False)
+    prompt = torch.randint(3, 90, (5,), generator=torch.Generator().manual_seed(2)).tolist()
+    monkeypatch.setattr(programs, "early", lambda calls, unused: early.early(calls, H200))
+    for left in (in_shares, lambda calls, buffers: list(calls)):
+        monkeypatch.setattr(programs, "in_shares", left)
+        with forced_config(quantized_matmul.plan, config), Engine(model, max_len=max_len) as engine:
+            tokens = engine.generate([prompt], 4).tokens
+            calls = engine._programs.step(1, LIKELIEST).calls[max_len]
+        attend = [call for call in calls if call.op.__name__ == attention]
+        assert [len(call.arguments["q"]) for call in attend] == [2 if left is in_shares else 1] * 2
+        found.append(tokens)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -213,14 +213,16 @@ def test_many_tokens_of_512_columns(gpu):
         torch.testing.assert_close(a.float(), b, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("position", [0, 63, 64, 999])
+@pytest.mark.parametrize(("position", "shares"), [(0, 1), (63, 1), (64, 1), (999, 1), (200, 4)])
 @pytest.mark.parametrize(
     ("heads", "dim", "window", "sinks"),
     [(32, 64, None, False), (32, 128, None, False), (16, 128, None, False), (64, 64, 128, True), (64, 64, None, True)],
 )
 @pytest.mark.parametrize("keys", [256, 1024, 16384])
-def test_append_and_attention_in_one_launch(gpu, heads, dim, window, sinks, keys, position):
+def test_append_and_attention_in_one_launch(gpu, heads, dim, window, sinks, keys, position, shares):
     """In the forms of the rule, on sm_90."""
     form = form_of(8, keys, dim, window, Device.of(torch.empty(0, device=gpu)))
     options = {"norms": heads == 16, "sinks": sinks, "window": window}
+    if shares > 1:
+        options["shares"] = shares
     compared(heads, 8, dim, min(position, keys - 1), form, keys, gpu, **options)

@@ -31,6 +31,8 @@ def compared(heads: int, kv_heads: int, dim: int, position: int, form: Form, key
 
     norms, sinks, window = (options.get(name) for name in ("norms", "sinks", "window"))
     rows = randn(1, (heads + 2 * kv_heads) * dim)
+    if "shares" in options:
+        rows = randn(options["shares"], rows.shape[1], dtype=torch.float32)
     caches = [randn(1, kv_heads, keys + 64, dim)[:, :, :keys] for _ in range(2)]
     for cache in caches:
         cache[:, :, position:] = math.nan
@@ -39,7 +41,7 @@ def compared(heads: int, kv_heads: int, dim: int, position: int, form: Form, key
     sink = randn(heads, dtype=torch.float32) if sinks else None
     places, rotation = torch.tensor([[position]], dtype=torch.int32, device=device), {"cos": cos, "sin": sin}
     wanted, found = ([x.clone() for x in caches] for _ in range(2))
-    q, k, v = heads_of(rows.clone(), dim, heads, kv_heads, kv_heads)
+    q, k, v = heads_of(rows.sum(0, keepdim=True).bfloat16(), dim, heads, kv_heads, kv_heads)
     kv_append(k, v, *wanted, positions=places, q=q, **rotation, q_norm=weights[0], k_norm=weights[1], eps=1e-6)
     how = {"scale": 0.1, "window": window, "sinks": sink}
     out, before = randn(1, heads, 1, dim).fill_(math.nan), rows.clone()

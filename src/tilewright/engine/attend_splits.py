@@ -20,7 +20,7 @@ from ..ops.attention_decode.decision import Problem, with_merge
 from ..ops.common.pdl import pdl_launch_dependents, pdl_wait
 from ..ops.common.softmax_tiles import FLOOR, sink_factor, softmax_step
 from ..ops.common.tiles import LOG2E, ZERO
-from .head_tiles import norm_weight, rotation, turned
+from .head_tiles import norm_weight, rotation, summed, turned
 
 
 @ct.kernel
@@ -41,6 +41,7 @@ def attend_splits_kernel(
     eps: float,
     NORMS: ct.Constant[bool],
     ROUND: ct.Constant[bool],
+    SHARES: ct.Constant[int],
     HAS_SINKS: ct.Constant[bool],
     WINDOW: ct.Constant[int],
     SPLITS: ct.Constant[int],
@@ -57,8 +58,8 @@ def attend_splits_kernel(
     heads, keys, 2 HALF], keys a multiple of TILE_N; int32 POSITIONS [1, 1], a position in the
     cache; COS, SIN [max_pos, HALF]; fp32 SINKS [query heads].
     NORMS: of queries and keys, by Q_WEIGHT and K_WEIGHT [2 HALF]; ROUND: round_before_weight as in
-    `rms_norm`. scale: of the scores, times log2(e). WINDOW: keys that the token sees, itself
-    included; 0 for all.
+    `rms_norm`. SHARES: with several, Q, K and V are fp32 [SHARES, ...], the shares of sums. scale:
+    of the scores, times log2(e). WINDOW: keys that the token sees, itself included; 0 for all.
     The tiles that hold visible keys are divided among the splits; a split with none writes an
     empty state. LOOP: a split may have several tiles. ROWS: GROUP, padded for the tensor cores.
     Several SPLITS: OUT is fp32 [1, SPLITS, query heads, 1, 2 HALF + 2 + pad], as
@@ -87,17 +88,25 @@ def attend_splits_kernel(
     def tiles_of(j, LATE):
         return cached(K_CACHE, j, 0, HALF, LATE), cached(K_CACHE, j, 1, HALF, LATE), cached(V_CACHE, j, 0, 2 * HALF, LATE)
 
-    def new_row(A, i, COLUMNS):
-        """The i-th COLUMNS of this key head's row of K or V."""
-        return ct.load(A, (0, kv, 0, i), (1, 1, 1, COLUMNS), check_bounds=False, allow_tma=False).reshape((1, COLUMNS))
+    def new_row(A, column, COLUMNS):
+        """This key head's row of K or V: of its COLUMNS the column-th."""
 
-    def queries(i):
+        def share(i):
+            return ct.load(A, (i, kv, 0, column), (1, 1, 1, COLUMNS), check_bounds=False, allow_tma=False).reshape((1, COLUMNS))
+
+        return summed(share, SHARES, DTYPE)
+
+    def queries(half):
         heads = Q.slice(1, first_head, first_head + GROUP)
-        if GROUP == ROWS:
-            tile = ct.load(heads, (0, 0, 0, i), (1, ROWS, 1, HALF), check_bounds=False, allow_tma=False)
-        else:
-            tile = ct.load(heads, (0, 0, 0, i), (1, ROWS, 1, HALF), padding_mode=ZERO, allow_tma=False)
-        return tile.reshape((ROWS, HALF))
+
+        def share(i):
+            if GROUP == ROWS:
+                tile = ct.load(heads, (i, 0, 0, half), (1, ROWS, 1, HALF), check_bounds=False, allow_tma=False)
+            else:
+                tile = ct.load(heads, (i, 0, 0, half), (1, ROWS, 1, HALF), padding_mode=ZERO, allow_tma=False)
+            return tile.reshape((ROWS, HALF))
+
+        return summed(share, SHARES, DTYPE)
 
     def step(j, tiles, q, state, MASKED):
         """The state with the j-th tile of keys, of which MASKED hides the new one, those behind it
@@ -241,11 +250,11 @@ def attend_splits(
     form: Form,
 ) -> None:
     """`kv_append` of one token of one sequence, then `attention_decode` of positions + 1 keys; but
-    q is left as it is. The position lies in the cache. No checks, no sync: safe under graph
-    capture.
+    q is left as it is. q, k and v may be fp32 shares of sums, as `kv_append_out` takes them. The
+    position lies in the cache. No checks, no sync: safe under graph capture.
     """
     window = None if window is None or window >= k_cache.shape[2] else window  # it hides nothing
-    shape = (q.shape[1], k.shape[1], k_cache.shape[2], q.shape[3], k_cache.dtype)
+    shape = (len(q), q.shape[1], k.shape[1], k_cache.shape[2], q.shape[3], k_cache.dtype)
     how = (window, q_norm is not None, round_before_weight, sinks is not None, form)
     given = (q, k, v, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, sinks, out, scale * LOG2E, eps)
     _launches(Device.of(q), *shape, *how).run(*given)
@@ -254,6 +263,7 @@ def attend_splits(
 @cache
 def _launches(
     device: Device,
+    shares: int,
     heads: int,
     kv_heads: int,
     keys: int,
@@ -269,6 +279,7 @@ def _launches(
     constants = {
         "norms": norms,
         "round": rounds,
+        "shares": shares,
         "has_sinks": sinks and not merged,
         "window": window or 0,
         "loop": form.splits * form.tile_n < reach_of(keys, window, form.tile_n),

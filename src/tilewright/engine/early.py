@@ -81,7 +81,7 @@ def _row(call: Call, x: Any, given: dict[str, Any], **how: Any) -> Call:
 
 
 # What neither call may ask for
-ABSENT = ("block_table", "k_scale", "v_scale", "rope_positions", "v_norm", "rotated", "kv_start", "softcap", "lse", "denominator")
+ABSENT = ("block_table", "k_scale", "v_scale", "rope_positions", "v_norm", "kv_start", "softcap", "lse", "denominator")
 
 
 def _one_token(append: dict[str, Any], attend: dict[str, Any]) -> bool:
@@ -96,4 +96,5 @@ def _one_token(append: dict[str, Any], attend: dict[str, Any]) -> bool:
     dim = cache.shape[3]
     whole = 2 * append["cos"].shape[1] == dim == append["v"].shape[3] and dim >= 64 and dim & (dim - 1) == 0
     one = append["positions"].numel() == 1 and cache.dtype.itemsize == 2
-    return bool(whole and one and attend["q"].data_ptr() == q.data_ptr())
+    rotated = q if append["rotated"] is None else append["rotated"]
+    return bool(whole and one and attend["q"].data_ptr() == rotated.data_ptr())

@@ -6,6 +6,14 @@ A head is two tiles of HALF columns, because the rotation turns one half against
 import cuda.tile as ct
 
 
+def summed(load, SHARES, DTYPE):
+    """The tile that load(i) finds of each of SHARES shares, summed and rounded; of one as it is."""
+    x = load(0)
+    for i in ct.static_iter(range(1, SHARES)):
+        x = x + load(i)
+    return x.astype(DTYPE) if SHARES > 1 else x
+
+
 def norm_weight(A, HALF):
     """A norm's weight [2 HALF] as two rows, in fp32."""
     first = ct.load(A, (0,), (HALF,), check_bounds=False, allow_tma=False)
