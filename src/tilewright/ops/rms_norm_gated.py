@@ -97,7 +97,12 @@ def _vectors(p: Problem) -> int:
     return 1
 
 
-CHOICES = Choices("rms_norm_gated", candidates, legal, work, rows.family, tie=rows.TIE, like="rms_norm", bucket=rows.coarse)
+def _coarse(p: Problem, device: Device) -> Problem:
+    """With a number of rows that stands for all near it, counted as rows of groups."""
+    return replace(p, rows=-(-rows.coarse(p.flat, device).rows // p.groups))
+
+
+CHOICES = Choices("rms_norm_gated", candidates, legal, work, rows.family, tie=rows.TIE, like="rms_norm", bucket=_coarse)
 space = CHOICES.space
 
 

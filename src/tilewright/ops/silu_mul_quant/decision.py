@@ -95,7 +95,7 @@ def family(p: Problem, c: Config) -> str:
     return f"r{rows.family(p, c)}" if p.by_rows else rows.tile_family(p, c)
 
 
-TIE = 0.1  # with less, seven kernels would serve the row counts of one width, priced within 6 % of each other
+TIE = 0.04  # with less, six kernels would serve the row counts of one width, priced alike
 CHOICES = Choices("silu_mul_quant", candidates, legal, work, family, tie=TIE, like="silu_mul", bucket=rows.coarse)
 space = CHOICES.space
 
