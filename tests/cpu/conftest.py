@@ -3,9 +3,13 @@
 import atexit
 import gc
 import os
+import shutil
 import signal
+import tempfile
 import types
+from pathlib import Path
 
+import binaries
 import pytest
 
 # torch and tilewright are imported below: pytest-xdist's first process, which runs no test, needs
@@ -13,6 +17,17 @@ import pytest
 os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"  # 12 s of the suite; before torch._dynamo is imported
 gc.disable()  # until all tests are collected: what is imported stays
 atexit.register(gc.freeze)  # what is left at the end goes with the process
+
+
+def pytest_configure(config):
+    """A cache folder that holds the record of binaries, and nothing of the user's. The workers of
+    pytest-xdist inherit it.
+    """
+    if not os.environ.get("TILEWRIGHT_CACHE_DIR"):
+        os.environ["TILEWRIGHT_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="tilewright-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.add_cleanup(lambda: os.environ.pop("TILEWRIGHT_CACHE_DIR"))
+        binaries.seed(Path(folder))
 
 
 def pytest_collection_modifyitems(items):

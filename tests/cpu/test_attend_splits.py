@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import binaries
 import pytest
 import torch
 from engine_models import tiny
@@ -127,7 +128,7 @@ def test_binaries_do_not_spill_and_wait_behind_their_first_loads() -> None:
     assert len(attending) == 6
     for launch in attending:
         assert launch.launch.pdl
-        made = Job.of(launch, "sm_90").run()
+        made = binaries.made(Job.of(launch, "sm_90"))
         assert made.ok
         assert made.resources.stack_bytes == 0
         assert (made.resources.count("PREEXIT"), made.resources.count("ACQBULK")) == (1, 2)

@@ -2,10 +2,10 @@
 come before the wait.
 """
 
+import binaries
 import pytest
 import torch
 
-from tilewright.compile.disassemble import usage
 from tilewright.compile.job import Job
 from tilewright.engine.beside import beside
 from tilewright.launch import Device, decisions, traced
@@ -20,7 +20,7 @@ def test_one_row_takes_blocks_that_load_their_weights_first(k: int) -> None:
     (launch,) = launches
     assert launch.args["WHOLE"] is True
     assert launch.launch.pdl
-    found = usage(Job.of(launch, "sm_90").build())
+    found = binaries.made(Job.of(launch, "sm_90")).resources
     assert (found.stack_bytes, found.local_bytes) == (0, 0)
     assert found.shared_bytes < 2048
 

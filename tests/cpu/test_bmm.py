@@ -3,12 +3,12 @@
 from dataclasses import replace
 from itertools import product
 
+import binaries
 import pytest
 import torch
 from moved import SIZES, check_moved, moved_configs
 
 from tilewright import bmm, interpret
-from tilewright.compile.disassemble import disassemble
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import bmm as op
@@ -101,7 +101,7 @@ def test_moved_tiles_keep_tma_and_wide_stores_and_do_not_spill(config, out_dtype
     assert op.legal(problem, config, H200)
     with traced(H200) as launches:
         run_op(op, problem.inputs(torch.device("meta")), config)
-    found = disassemble(Job.of(launches[0], "sm_90").build())
+    found = binaries.made(Job.of(launches[0], "sm_90")).resources
     assert not found.spills
     assert found.count("UTMALDG") >= 2
     assert not found.count("LDG")

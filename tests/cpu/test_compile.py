@@ -3,10 +3,15 @@ every architecture.
 """
 
 import dataclasses
+import gzip
 import io
 import json
 import os
+import re
+import runpy
+from pathlib import Path
 
+import binaries
 import msgspec
 import pytest
 import torch
@@ -171,6 +176,58 @@ def forget_digests():
     identity._digests.clear()
 
 
+# ----------------------------------------------------------------- the record (support/binaries.py)
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A binary of which there is a record, and the record; the cache folder holds what it says."""
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "first"))
+    job, record = Job.of(launch_of(64, FITS), "sm_90"), tmp_path / "record.gz"
+    binaries.made(job, record)
+    assert binaries.pack(tmp_path / "first", record) == 1
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "second"))
+    binaries.seed(tmp_path / "second", record)
+    return job, record
+
+
+def test_the_record_says_what_the_compiler_makes_until_a_kernel_changes(kept, monkeypatch):
+    job, record = kept
+    found = ResultCache().get(job)
+    assert found == dataclasses.replace(job.run(), cached=True, **binaries.NOT_KEPT)
+    assert binaries.made(job, record).resources == found.resources
+    monkeypatch.setattr(toy_outer, "SCALE", 2.0)
+    forget_digests()
+    assert ResultCache().get(job) is None
+    forget_digests()
+
+
+def test_of_the_record_a_sixteenth_is_made_again(kept, monkeypatch):
+    job, record = kept
+    own = ResultCache()._path(job)
+    own.write_text(re.sub(r'"registers": ?\d+', '"registers": 7', own.read_text()))
+    for digit in "0123456789abcdef":
+        monkeypatch.setattr(binaries, "digit", lambda record, digit=digit: digit)
+        if own.name.startswith(digit):
+            with pytest.raises(AssertionError, match=r"toy_outer_kernel for sm_90 .*record.gz.*python tools/binaries.py --all"):
+                binaries.made(job, record)
+        else:
+            assert binaries.made(job, record).resources.registers == 7
+
+
+def test_the_record_is_the_same_whenever_it_is_packed(tmp_path):
+    binaries.seed(tmp_path)
+    assert binaries.pack(tmp_path, tmp_path / "again.gz") > 100
+    assert gzip.decompress((tmp_path / "again.gz").read_bytes()) == gzip.decompress(binaries.RECORD.read_bytes())
+    assert binaries.digit(binaries.RECORD) in "0123456789abcdef"
+
+
+def test_the_tool_that_renews_it_runs_every_test_that_asks():
+    found = runpy.run_path(str(binaries.RECORD.parents[1] / "tools/binaries.py"))["tests_that_ask"]
+    here = [name.rpartition("::")[2] for name in found(Path(__file__))]
+    assert "test_the_default_config_compiles_for_every_architecture_and_does_not_spill" in here
+    assert "test_failures_are_not_cached" not in here
+    assert all(list(found(file)) for file in Path(__file__).parent.glob("test_*.py") if "binaries.made(" in file.read_text())
+
+
 # ------------------------------------------------------------------------ jobs and the disassembler
 def test_an_error_of_the_caller_is_a_row_too(cache):
     launch = launch_of(64, FITS)
@@ -323,11 +380,15 @@ def default_jobs(op, arch) -> dict[tuple, tuple[Job, str]]:
     if problem is None:
         assert not device.has_fp8
         return {}
+    return jobs_of(op, problem, device)
+
+
+def jobs_of(op, problem, device) -> dict[tuple, tuple[Job, str]]:
     config = op.space(problem, device)[0]
     with traced(device) as launches, torch.inference_mode():
         run_op(op, problem.inputs(torch.device("meta")), config)
     assert launches
-    jobs = [(Job.of(launch, arch), f"{launch.launch.name} {config} for {problem}") for launch in launches]
+    jobs = [(Job.of(launch, device.arch), f"{launch.launch.name} {config} for {problem}") for launch in launches]
     return {job.identity[:-1]: (job, name) for job, name in jobs}
 
 
@@ -341,14 +402,13 @@ def test_the_default_config_compiles_for_every_architecture_and_does_not_spill(o
 
     For sm_121 only what sm_120 does not launch: one launch takes the same registers and memory on
     both, by all ops. sm_100 and sm_103 differ a little, and take turns: of the one whose turn it is
-    not, what the other does not launch. Instructions are left out, because printing them takes
-    longest.
+    not, what the other does not launch.
     """
     jobs, turn = default_jobs(op, arch), ops.ALL.index(op) % 2
     other = {"sm_121": "sm_120", TURNS[1 - turn]: TURNS[turn]}.get(arch)
     for key in jobs.keys() - (default_jobs(op, other).keys() if other else ()):
         job, name = jobs[key]
-        found = usage(job.build())
+        found = binaries.made(job).resources
         assert not found.spills, f"{name}: {found}"
 
 
@@ -373,6 +433,6 @@ def test_a_bias_does_not_make_a_default_spill():
     """A persistent kernel with 128x128 tiles on 4 warps has no register left for it (Qwen2-7B's
     fused q, k and v).
     """
-    problem = matmul.Problem(512, 4608, 3584, bias=True)
-    (row,) = compile_ops([matmul], ["sm_90"], defaults_only=True, problems=lambda op, device: [problem])
-    assert row.verdict == "ok", f"{row.config}: {row.compiled.resources}"
+    jobs = jobs_of(matmul, matmul.Problem(512, 4608, 3584, bias=True), Device.for_arch("sm_90"))
+    for job, name in jobs.values():
+        assert not binaries.made(job).resources.spills, name

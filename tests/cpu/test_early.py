@@ -2,6 +2,7 @@
 
 import math
 
+import binaries
 import pytest
 import torch
 from engine_models import tiny
@@ -180,7 +181,7 @@ def test_binaries_do_not_spill_and_wait_behind_their_first_loads() -> None:
             row_product(x, None, weight, randn(n, k, device=meta), None, onto, out, None, 1e-6, 0.0, norm)
     for launch in launches:
         assert launch.launch.pdl
-        made = Job.of(launch, "sm_90").run()
+        made = binaries.made(Job.of(launch, "sm_90"))
         assert made.ok
         found = made.resources
         assert found.stack_bytes == 0

@@ -2,11 +2,11 @@
 messages.
 """
 
+import binaries
 import pytest
 import torch
 
 from tilewright import grouped_gemm, grouped_gemm_list
-from tilewright.compile.disassemble import usage
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, traced
 from tilewright.ops import grouped_gemm as op
@@ -238,7 +238,7 @@ def test_block_scales_compile_in_rooms_of_any_size(rows):
     with traced(H200) as launches:
         op.grouped_gemm(**problem.inputs(torch.device("meta")))
     assert launches
-    assert not any(usage(Job.of(launch, H200.arch).build()).spills for launch in launches)
+    assert not any(binaries.made(Job.of(launch, H200.arch)).resources.spills for launch in launches)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_persistent_tiles_of_64_columns_compile_with_fp32_outputs(problem, tile)
     with traced(H200) as launches:
         run_op(op, problem.inputs(torch.device("meta")), config)
     assert launches
-    assert not any(usage(Job.of(launch, H200.arch).build()).spills for launch in launches)
+    assert not any(binaries.made(Job.of(launch, H200.arch)).resources.spills for launch in launches)
 
 
 OUT = torch.zeros(6, 8, dtype=BF16)

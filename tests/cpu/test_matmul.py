@@ -5,13 +5,13 @@ shapes that matter.
 from dataclasses import replace
 from itertools import product
 
+import binaries
 import pytest
 import torch
 import torch.nn.functional as F
 from moved import SIZES, check_moved, moved_configs
 
 from tilewright import interpret
-from tilewright.compile.disassemble import disassemble
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import bmm, matmul as op
@@ -420,7 +420,7 @@ def test_sums_of_a_persistent_block_do_not_wait_for_each_mma(kind, tile_m, extra
     config = kind.Config(tile_m, 128, 64, swap_ab=True, persistent=True, latency=4, num_ctas=1, num_worker_warps=8, extra_n=extra)
     with traced(H200) as launches:
         run_op(kind, problem.inputs(torch.device("meta")), config)
-    found = disassemble(Job.of(launches[0], "sm_90").build())
+    found = binaries.made(Job.of(launches[0], "sm_90")).resources
     assert not found.spills
     assert found.count("WARPGROUP") < found.count("HGMMA")  # an arrival and a wait each
 

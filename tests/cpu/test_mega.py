@@ -9,13 +9,14 @@ import sys
 import tempfile
 from dataclasses import fields, replace
 
+import binaries
 import pytest
 import torch
 from engine_models import NEW, prompts, stock_tokens, tiny
 from transformers import AutoConfig
 
 from tilewright.compile import find_tool
-from tilewright.compile.disassemble import disassemble, usage
+from tilewright.compile.disassemble import usage
 from tilewright.compile.job import Job
 from tilewright.engine import Engine, Sampling, keep_modes
 from tilewright.engine.keep_modes import KEPT, keep
@@ -404,8 +405,7 @@ def job_of(name: str, device: Device, *, small: bool = False) -> Job:
     [("Qwen3-0.6B", "H200", 132, False), ("Llama-3.2-1B", "B300", 160, False), ("Llama-3.1-8B", "H200", 132, True)],
 )
 def test_it_compiles_without_spills(name: str, gpu: str, sms: int, small: bool) -> None:
-    cubin = job_of(name, replace(Device.named(gpu), sms=sms), small=small).build()
-    found = disassemble(cubin) if small else usage(cubin)
+    found = binaries.made(job_of(name, replace(Device.named(gpu), sms=sms), small=small)).resources
     assert not found.spills
     assert found.shared_bytes >= 5 * (32 << 10)  # buffers of weights
     assert not small or found.count("HFMA2") >= 50  # products of e4m3 codes, two at once
@@ -413,7 +413,6 @@ def test_it_compiles_without_spills(name: str, gpu: str, sms: int, small: bool) 
 
 def test_compile_mega_says_what_each_model_takes(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(resources, "CONFIGS", {name: CONFIGS[name] for name in ("Llama-3.2-1B", "Qwen2-7B")})
-    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
     assert resources.compile_mega_command(arch="sm_121", json_file=tmp_path / "found.json") == 0
     said = capsys.readouterr().out
     assert "Qwen2-7B on GB10: not run (the model must be without biases" in said

@@ -1,10 +1,11 @@
 """Tests special to `mla_decode`: that absorbed is expanded, its scale, and its messages."""
 
+import binaries
 import pytest
 import torch
 
 from tilewright import quantize_fp8
-from tilewright.compile.build import compile_launches
+from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops.attention_decode import Config
 from tilewright.ops.mla_decode import mla_decode, plan, reference
@@ -121,9 +122,8 @@ def test_hopper_loads_the_next_keys_while_it_multiplies_these(heads, page_size):
         cache = meta(8192, page_size, 576) if page_size else meta(128, 4096, 576)
         queries = meta(128, heads, 1, 512), meta(128, heads, 1, 64)
         mla_decode(*queries, cache, meta(128, dtype=torch.int32), scale=0.1, block_table=table)
-    (found,) = compile_launches([(launches[0], device.arch)], jobs=1)
-    assert found.ok, found.error
-    resources = found.resources
+    resources = binaries.made(Job.of(launches[0], device.arch)).resources
+    assert not resources.spills
     assert resources.shared_bytes > (min(heads, 64) + 2 * 64) * 512 * 2
     assert resources.count("USETMAXREG") > 0
     assert resources.count("WARPGROUP") < resources.count("HGMMA")

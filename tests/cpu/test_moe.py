@@ -2,6 +2,7 @@
 
 import re
 
+import binaries
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,6 @@ from configs import compiled_kernels
 from test_mega import disassembled
 
 from tilewright import interpret, moe, moe_route
-from tilewright.compile.disassemble import usage
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, traced
 from tilewright.ops import moe as op
@@ -317,7 +317,7 @@ def test_one_token_takes_the_tiles_of_the_table():
 def test_one_token_of_known_models_does_not_spill(problem):
     with traced(H200) as launches:
         run_op(op, problem.inputs(torch.device("meta")), op.space(problem, H200)[0])
-    assert not [launch.launch.name for launch in launches if usage(Job.of(launch, "sm_90").build()).spills]
+    assert not [launch.launch.name for launch in launches if binaries.made(Job.of(launch, "sm_90")).resources.spills]
 
 
 @pytest.mark.parametrize("ids", [[1, 9, 3], [-1, 7, 9], [0, 1, 2]], ids=str)

@@ -2,11 +2,11 @@
 
 from itertools import pairwise
 
+import binaries
 import pytest
 import torch
 
 from tilewright import mx_matmul, quantize_mx
-from tilewright.compile.disassemble import usage
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import mx_matmul as product, quantize_mx as op
@@ -159,7 +159,7 @@ def test_the_widest_tiles_that_decode_do_not_spill(rows, k):
     widest = max(product.space(problem, h200), key=lambda c: (c.swap_ab, c.tile_n * c.tile_k, c.tile_n, -c.split_k))
     with traced(h200) as launches, forced_config(product.plan, widest):
         mx_matmul(**problem.inputs(torch.device("meta")))
-    assert not usage(Job.of(launches[0], h200.arch).build()).spills
+    assert not binaries.made(Job.of(launches[0], h200.arch)).resources.spills
 
 
 @EACH
@@ -174,7 +174,7 @@ def test_defaults_compile_for_blackwell_without_a_spill(name, gpu, instruction):
     device = Device.named(gpu)
     with traced(device) as launches:
         mx_matmul(**product.Problem(4096, 4096, 4096, name).inputs(torch.device("meta")))
-    found = Job.of(launches[0], device.arch).run().resources
+    found = binaries.made(Job.of(launches[0], device.arch)).resources
     assert instruction in found.matrix
     assert not found.spills
 

@@ -7,6 +7,7 @@ import textwrap
 from functools import partial
 from typing import Any
 
+import binaries
 import pytest
 import torch
 
@@ -107,7 +108,7 @@ def test_what_waits_is_in_the_binary(arch):
         run_op(rms_norm_matmul, problem.inputs(torch.device("meta")), config)
     (launch,) = launches
     assert launch.launch.pdl
-    found = Job.of(launch, arch).run().resources
+    found = binaries.made(Job.of(launch, arch)).resources
     assert (found.count("PREEXIT"), found.count("ACQBULK")) == (1, 1)
 
 
@@ -118,7 +119,7 @@ def test_blocks_that_walk_do_neither():
         run_op(matmul, problem.inputs(torch.device("meta")), config)
     (launch,) = launches
     assert not launch.launch.pdl
-    found = Job.of(launch, "sm_90").run().resources
+    found = binaries.made(Job.of(launch, "sm_90")).resources
     assert (found.count("PREEXIT"), found.count("ACQBULK")) == (0, 0)
 
 

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
+import binaries
 import pytest
 import torch
 from sass import sass
 
 from tilewright.compile import ARCHS
-from tilewright.compile.disassemble import usage
-from tilewright.compile.job import binary
+from tilewright.compile.job import Job, binary
 from tilewright.engine.peers import DTYPES, GATHER, GATHERED_WORDS, SUM, fits, gather_launch, gathered_tiles, sum_launch, words_of
 from tilewright.interpret.errors import Deadlock
-from tilewright.launch import Bound, Device, Launch
+from tilewright.launch import Bound, Device, Launch, Traced
 from tilewright.testing import assert_accurate
 
 CPU = Device.of(torch.zeros(1))
@@ -147,7 +147,7 @@ def test_each_is_one_wave_without_spills(given: Callable[[torch.Tensor], Given],
     launch, values = given(torch.empty(rows, cols, dtype=torch.bfloat16, device="meta"))
     assert launch.grid[0] <= 128
     for arch in archs:
-        found = usage(binary(launch.hinted_kernel, values, arch))
+        found = binaries.made(Job.of(Traced(launch, dict(enumerate(values))), arch)).resources
         assert (found.stack_bytes, found.local_bytes) == (0, 0), arch
 
 

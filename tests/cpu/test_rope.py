@@ -2,12 +2,13 @@
 
 import random
 
+import binaries
 import pytest
 import torch
 from configs import ROWS
 
 from tilewright import rope
-from tilewright.compile import compile_launches
+from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, forget_plans, traced
 from tilewright.ops import rope as op
 from tilewright.ops.rope import decision
@@ -150,9 +151,9 @@ def test_compiled_defaults_load_everything_at_once():
         problem = op.Problem(*shape, BF16)
         with traced(device) as launches:
             rope(**problem.inputs(torch.device("meta")))
-        (compiled,) = compile_launches([(launches[0], "sm_90")], jobs=1)
-        assert compiled.ok, compiled.error
-        assert compiled.resources.count("BRA") <= 2, (shape, compiled.resources.instructions)
+        found = binaries.made(Job.of(launches[0], "sm_90")).resources
+        assert not found.spills
+        assert found.count("BRA") <= 2, (shape, found.instructions)
 
 
 TOKENS = [(1, 1 << 20), (1 << 20, 1), (1 << 10, 1 << 10), (3, 349_526), (1, 1 << 31), (1 << 31, 1), (1 << 26, 3), (70_000, 70_000)]

@@ -5,12 +5,13 @@ time.
 import re
 import time
 
+import binaries
 import pytest
 import torch
 from configs import ROWS, compiled_kernels
 from test_mega import disassembled
 
-from tilewright.compile.disassemble import find_tool, usage
+from tilewright.compile.disassemble import find_tool
 from tilewright.compile.job import Job
 from tilewright.interpret.cutile import python_function
 from tilewright.launch import Device, forced_config, traced
@@ -222,7 +223,7 @@ def test_a_block_that_holds_weights_leaves_room_for_fewer():
     config = layer_norm.Config(1, 512, num_worker_warps=4)
     with traced(device) as launches, forced_config(layer_norm.plan, config):
         run_op(layer_norm, problem.inputs(torch.device("meta")))
-    found = usage(Job.of(launches[0], "sm_90").build())
+    found = binaries.made(Job.of(launches[0], "sm_90")).resources
     assert layer_norm.CHOICES.work(problem, config, device).per_sm == 65_536 // (128 * found.registers)
 
 

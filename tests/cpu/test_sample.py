@@ -2,12 +2,12 @@
 edges, messages.
 """
 
+import binaries
 import cuda.tile as ct
 import pytest
 import torch
 
 from tilewright import argmax, interpret, sample
-from tilewright.compile.disassemble import usage
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import adjust_logits, sample as op
@@ -175,7 +175,7 @@ def test_two_blocks_share_an_sm_where_rows_need_it(problem):
     """As the model counts: with what the compiler takes for a block alone, they took two waves."""
     with traced(Device.named("H200")) as launches, torch.inference_mode():
         run_op(op, problem.inputs(torch.device("meta")))
-    found = usage(Job.of(launches[0], "sm_90").build())
+    found = binaries.made(Job.of(launches[0], "sm_90")).resources
     assert found.registers <= 128
     assert found.stack_bytes == 0
 

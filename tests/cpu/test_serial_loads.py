@@ -2,6 +2,7 @@
 costs a short launch up to 0.3 us.
 """
 
+import binaries
 import pytest
 import torch
 
@@ -48,6 +49,6 @@ def test_loads_of_a_tile_do_not_wait_for_one_another(op, problem):
     for launch in launches:
         job = Job.of(launch, "sm_90")
         if job.kernel in left:
-            found = job.run().resources
+            found = binaries.made(job).resources
             assert found.serial_loads <= left[job.kernel], f"{job.kernel}: {found.serial_loads} of {found.count('LDG')} loads"
     assert left.keys() <= {Job.of(launch, "sm_90").kernel for launch in launches}

@@ -2,12 +2,12 @@
 
 import math
 
+import binaries
 import pytest
 import torch
 from configs import forced_each
 
 from tilewright import softmax
-from tilewright.compile.disassemble import usage
 from tilewright.compile.job import Job
 from tilewright.launch import Device, counted, traced
 from tilewright.ops import softmax as op
@@ -94,6 +94,6 @@ def test_two_blocks_share_an_sm_with_rows_of_112_elements_a_thread():
     assert (config.occupancy, config.kept(problem.cols)) == (2, 112)
     with traced(device) as launches, torch.inference_mode():
         run_op(op, problem.inputs(torch.device("meta")))
-    found = usage(Job.of(launches[0], "sm_90").build())
+    found = binaries.made(Job.of(launches[0], "sm_90")).resources
     assert found.registers <= 128
     assert found.stack_bytes <= 8
