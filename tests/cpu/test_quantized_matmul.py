@@ -219,7 +219,7 @@ def test_what_x_cannot_become_is_named(given, message):
 # m and format of 8192 x 8192, and the configs within 8 % of the fastest of those that an H200 was
 # timed with (2026-11-22): tile_m, tile_n, runs, split_k, occupancy.
 FAST = {
-    (1, "int4-128"): [(8, 128, 1, 8, 4), (8, 64, 2, 4, 4)],
+    (1, "int4-128"): [(8, 64, 4, 4, 4)],  # 12.6 us: its first weights come ahead, 2026-11-29
     (16, "int4-128"): [(16, 64, 1, 4, 4), (16, 64, 2, 4, 4), (16, 64, 4, 4, 4), (16, 128, 1, 4, 2), (16, 64, 2, 2, 2)],
     (64, "int4-128"): [(64, 64, 2, 2, 2), (64, 128, 1, 4, 2), (64, 128, 2, 2, 1)],
     (512, "int4-128"): [(256, 128, 1, 1, 1)],
@@ -236,9 +236,9 @@ def test_the_model_takes_a_config_that_was_fast(timed):
     m, name = timed
     found = op.space(Problem(m, 8192, 8192, name), Device.named("H200"))[0]
     assert (found.tile_m, found.tile_n, found.runs, found.split_k, found.occupancy) in FAST[timed]
-    # 8192 x 8192, scales by TMA and without: one row 15.7 and 14.0 us, 64 rows 22.0 and 26.3.
+    # 8192 x 8192, scales by TMA and without: 64 rows 22.0 and 26.3 us.
     assert found.pieces == (timed == (1, "mxfp4"))
-    assert found.tma_scales == (m > 1 and Problem(m, 8192, 8192, name).format.group > 0)
+    assert found.tma_scales == (Problem(m, 8192, 8192, name).format.group > 0 and not found.pieces)
 
 
 def test_panels_of_an_expert_stand_side_by_side():
