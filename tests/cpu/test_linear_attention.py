@@ -18,6 +18,7 @@ from tilewright import causal_conv1d, gated_delta_rule, rms_norm_gated
 from tilewright.launch import Device, counted, forced_config
 from tilewright.models import kinds, patch
 from tilewright.ops import causal_conv1d as convolution, gated_delta_rule as rule
+from tilewright.ops.causal_conv1d.decision import legal
 
 pytestmark = pytest.mark.usefixtures("inference")
 CHUNKS = rule.Config(32, chunk=64)
@@ -175,8 +176,8 @@ def test_a_convolution_and_its_state_are_those_of_transformers(n):
 @pytest.mark.parametrize("tile_m", [8, 16])
 def test_the_first_tile_alone_sees_the_state_and_moves_it_on(tile_m):
     problem, cpu = convolution.Problem(2, 19, 16, torch.float32, width=8, taps=7), Device.of(torch.ones(1))
-    assert convolution.legal(problem, convolution.Config(tile_m, 16), cpu)
-    assert not convolution.legal(problem, convolution.Config(4, 16), cpu), "its second tile would see the state too"
+    assert legal(problem, convolution.Config(tile_m, 16), cpu)
+    assert not legal(problem, convolution.Config(4, 16), cpu), "its second tile would see the state too"
     for tokens in (5, 19):
         x, weight, state = torch.randn(2, tokens, 16), torch.randn(16, 8), torch.randn(2, 7, 16)
         expected, final = convolution.reference(x, weight, state=state)
