@@ -224,13 +224,18 @@ def test_rows_of_fields_that_have_gone_are_counted(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("op", "p90", "regret", "worst"), [(rms_norm, 0.31, 1.03, 1.45), (attention_decode, 0.17, 1.035, 1.45)], ids=["rms_norm", "attention_decode"]
+    ("op", "every", "p90", "regret", "worst"),
+    [(rms_norm, 1, 0.31, 1.03, 1.45), (attention_decode, 2, 0.17, 1.035, 1.45)],
+    ids=["rms_norm", "attention_decode"],
 )
-def test_the_model_predicts_held_out_problems(op, p90, regret, worst):
+def test_the_model_predicts_held_out_problems(op, every, p90, regret, worst):
     """Errors of times of problems that the fit never saw; regret of the choice among the timed
-    configs against the best of them. Not of caches of codes: 14 problems are too few for parts.
+    configs against the best of them. Not of caches of codes: 14 problems are too few for parts. Of
+    577 problems half tell as much in a third of the time.
     """
     timed = [one for one in stored_times("H200", op).timed if not getattr(one.problem, "codes", False)]
+    some = set(list(dict.fromkeys(one.problem for one in timed))[::every])
+    timed = [one for one in timed if one.problem in some]
     found = fit.quality(op.CHOICES, timed, H200)
     assert found.corrected_median < found.median < 0.15
     assert found.corrected_median < 0.1
