@@ -64,7 +64,7 @@ def test_the_page_of_the_ops_has_the_errors_of_its_formats():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_pages_name_files_that_exist(page):
-    for path in re.findall(r"\b((?:docs|notes|tests|tools|benchmarks|src)/[\w/.-]+\.(?:md|py|jsonl|txt))\b", page.read_text()):
+    for path in re.findall(r"\b((?:docs|notes|tests|tools|benchmarks|src)/[\w/.-]+\.(?:md|py|jsonl(?:\.gz)?|txt))\b", page.read_text()):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
