@@ -20,7 +20,7 @@ from torch import Tensor
 from ..launch import FLOATS, Cost, Device, Launch, argument_error, as_rows, check_bools, check_tensor, out_or_new, torch_op
 from ..select import Choices
 from .common.pdl import pdl_overlap
-from .common.rows import TILE_TIE, Config, tile_candidates, tile_family, tile_legal, tile_work, tiles
+from .common.rows import TIE, Config, tile_candidates, tile_family, tile_legal, tile_work, tiles
 from .common.tiles import ZERO, Rows, each_tile, gated, load_masked, of_width
 
 
@@ -51,7 +51,7 @@ class Problem:
         return {**halves, "gelu_tanh": self.gelu_tanh}
 
 
-CHOICES = Choices("silu_mul", tile_candidates, tile_legal, partial(tile_work, operands=2), tile_family, tie=TILE_TIE)
+CHOICES = Choices("silu_mul", tile_candidates, tile_legal, partial(tile_work, operands=2), tile_family, tie=TIE)
 space = CHOICES.space
 
 
