@@ -161,15 +161,13 @@ def config_filter(text: str, chosen: Collection[ModuleType]) -> Callable[[Any], 
     """
     allowed: dict[str, set[str]] = {}
     known = dict.fromkeys(field.name for op in chosen for field in dataclasses.fields(op.Config))
-    for part in filter(None, text.split(",")):
-        name, equals, value = part.strip().partition("=")
-        if not (name and equals and value):
-            raise argument_error("configs", "values like tile_m=128,latency=4", text)
+    values = [part.strip().partition("=") for part in filter(None, text.split(","))]
+    if text and not (values and all(map(all, values))):
+        raise argument_error("configs", "values like tile_m=128,latency=4", text)
+    for name, _, value in values:
         check_name("a field of --configs", known, name)
         allowed.setdefault(name, set()).add(value)
-    if text and not allowed:
-        raise argument_error("configs", "values like tile_m=128,latency=4", text)
-    return lambda config: all(str(getattr(config, name, "")) in values for name, values in allowed.items())
+    return lambda config: all(str(getattr(config, name, "")) in found for name, found in allowed.items())
 
 
 def tune(

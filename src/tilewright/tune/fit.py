@@ -284,17 +284,15 @@ def _start(choices: Choices[Any, Any], fitted_now: Mapping[str, Mapping[str, flo
     return fitted_now.get(choices.like) or (read(path)["rates"].get(choices.like, {}) if path.exists() else {})
 
 
-def fitted(gpu: str, wanted: Sequence[ModuleType] = ops.ALL, folders: Sequence[Path] = (raw.SHIPPED,)) -> Data:
-    """What `fit_command` writes: constants and timings of every op of `wanted` whose times are
-    stored.
-    """
+def fitted(gpu: str, stored: Mapping[ModuleType, Stored]) -> Data:
+    """What `fit_command` writes: constants and timings of the ops whose times are given."""
     device = Device.named(gpu)
     constants: dict[str, dict[str, float]] = {"common": PRIOR | {f"eff.{name}": share for name, share in PRIOR_SHARE.items()}}
     measured: dict[str, Any] = {}
     flops = device.tflops * 1e6 / device.sms
-    for op in sorted(wanted, key=lambda op: bool((of := choices_of(op)) and of.like)):
+    for op in sorted(stored, key=lambda op: bool((of := choices_of(op)) and of.like)):
         choices = choices_of(op)
-        if choices and (timed := stored_times(gpu, op, folders).timed):
+        if choices and (timed := stored[op].timed):
             works = [choices.work(one.problem, one.config, device) for one in timed]
             constants[choices.op] = fit(works, [one.time_us for one in timed], flops, {**prior(works), **_start(choices, constants, gpu)})
             measured[choices.op] = neighbours(choices, timed, works, {**constants[choices.op], "flops": flops}).plain()
@@ -327,8 +325,8 @@ def fit_command(names: list[str] | None = None, *, folder: Path | None = None, t
         raise argument_error("--raw", "a folder of raw times, as `tilewright tune --pack` writes it", source)
     for name in raw.gpus_of(source):
         gpu, path = name.replace("_", " "), target / f"{name}.json"
-        timed = [op for op in wanted if raw.read(source, gpu, decision_of(op).op)]
-        data = fitted(gpu, timed, [source])
+        stored = {op: stored_times(gpu, op, [source]) for op in wanted if raw.read(source, gpu, decision_of(op).op)}
+        data = fitted(gpu, stored)
         if not data["points"]:
             raise argument_error("--raw", f"raw times of {gpu} with a config that an op to be fitted has", source)
         known, there = read(path) if path.exists() else {}, set(map(op_name, ops.ALL))
@@ -338,11 +336,11 @@ def fit_command(names: list[str] | None = None, *, folder: Path | None = None, t
         path.write_text(encoded(data))
         select.forget()
         console.print(f"{gpu}: constants of {', '.join(op for op in data['points'])} to {path}")
-        console.print(_report(gpu, timed, [source]))
+        console.print(_report(gpu, stored))
     return 0
 
 
-def _report(gpu: str, wanted: Sequence[ModuleType], folders: Sequence[Path]) -> Table:
+def _report(gpu: str, stored: Mapping[ModuleType, Stored]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in (
         "op",
@@ -357,11 +355,11 @@ def _report(gpu: str, wanted: Sequence[ModuleType], folders: Sequence[Path]) -> 
         "configs that suffice",
     ):
         table.add_column(name)
-    for op in wanted:
-        choices, stored = choices_of(op), stored_times(gpu, op, folders)
-        if choices and stored.timed:
-            q = quality(choices, stored.timed, Device.named(gpu))
+    for op, of in stored.items():
+        choices = choices_of(op)
+        if choices and of.timed:
+            q = quality(choices, of.timed, Device.named(gpu))
             errors = f"{q.median:.3f}, {q.p90:.3f}", f"{q.corrected_median:.3f}, {q.corrected_p90:.3f}"
             regrets = str(q.problems), f"{q.regret:.4f}", f"{q.p90_regret:.3f}", f"{q.worst_regret:.2f}"
-            table.add_row(op_name(op), str(q.timings), str(stored.skipped), *errors, *regrets, str(len(cover(stored.timed))))
+            table.add_row(op_name(op), str(q.timings), str(of.skipped), *errors, *regrets, str(len(cover(of.timed))))
     return table
