@@ -7,8 +7,8 @@ pieces (engine/layers.py, MOST_SMALL_ROWS); `ahead`: also the first weights whil
 ends; `stream`: also sums over shares of k left to the product that reads them (engine/shares.py);
 `shares`, as shipped: all such sums left to their reader, those of q, k and v too; `rows`: the same,
 but what is normed or activated comes in bf16, not in pieces; `mega`, of e4m3 weights the
-megakernel. Each form is an engine on the same weights; rounds take turns. Tokens must
-be the same up to rounding: the number of equal ones is printed.
+megakernel. Each form is an engine on the same weights; rounds take turns. Tokens must be the same
+up to rounding: the number of equal ones is printed.
 """
 
 import argparse

@@ -10,13 +10,13 @@ last. Then come the last launches of the step, as the head.
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from tilewright.engine import Engine
+from tilewright.engine.measure import launched
 from tilewright.models import load
 from tilewright.models.quantized import quantize
 
@@ -55,8 +55,8 @@ def lines_of(steps: Sequence[Sequence[Event]], layers: int) -> list[tuple[str, f
     places = [range(1 + n + 2 * period, 1 + period * (layers - 1), period) for n in range(period)]
     places += [range(i, i + 1) for i in range(len(steps[0]) - LAST, len(steps[0]))]
 
-    def mean(at: range, of: object) -> float:
-        return statistics.mean(of(step[i - 1], step[i]) for step in steps for i in at)  # type: ignore[operator]
+    def mean(at: range, of: Callable[[Event, Event], float]) -> float:
+        return statistics.mean(of(step[i - 1], step[i]) for step in steps for i in at)
 
     return [
         (
@@ -82,11 +82,8 @@ def main() -> None:
     with Engine(model, max_len=given.max_len, mode="graph") as engine:
         engine.generate([prompt], TOKENS)
         timed = engine.generate([prompt], TOKENS)
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
-            engine.generate([prompt], TOKENS)
-            torch.cuda.synchronize()
-    launches = (e for e in found.events() if e.device_type.name == "CUDA" and not e.name.startswith("Mem"))
-    steps = steps_of(sorted(Event(e.time_range.start, e.time_range.end, e.name) for e in launches))
+        found = launched(lambda: engine.generate([prompt], TOKENS))
+    steps = steps_of(sorted(Event(start, end, name) for name, start, end in found if not name.startswith("Mem")))
     alone, whole = statistics.median(timed.step_s) * 1e6, statistics.median(step[-1].end - step[0].start for step in steps)
     print(f"{given.model}, weights {given.weights or 'bfloat16'}: {alone:.1f} us a step, {whole:.1f} with the profiler")
     print(f"{'kernel':40} {'end to end':>10} {'duration':>9} {'overlap':>8}")

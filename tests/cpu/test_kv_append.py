@@ -8,6 +8,7 @@ import torch
 from tilewright import interpret
 from tilewright.launch import Device, counted
 from tilewright.ops.kv_append import Problem, kv_append, kv_append_out, plan, space
+from tilewright.ops.kv_append.decision import CHOICES
 from tilewright.ops.rms_norm import rms_norm
 from tilewright.ops.rope import rope
 
@@ -132,6 +133,9 @@ def test_a_step_of_the_moment_is_no_part_of_a_kernel():
         return plan(p, space(p, device)[0], device)[0].compiled
 
     assert len({constants(n) for n in range(100, 400)}) == 1
+    problems = (Problem(4, 32, 8, 1, 128, n, torch.bfloat16, rotary_dim=128) for n in (100, 400))
+    config = space(Problem(4, 32, 8, 1, 128, 100, torch.bfloat16, rotary_dim=128), device)[0]
+    assert len({CHOICES.timed_as(p, config) for p in problems}) == 1, "neighbours of one are those of the other"
 
 
 @pytest.mark.parametrize(("batch", "fits"), [(65_535, True), (65_536, False)])

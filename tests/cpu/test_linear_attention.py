@@ -17,7 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 from tilewright import causal_conv1d, gated_delta_rule, rms_norm_gated
 from tilewright.launch import Device, counted, forced_config
 from tilewright.models import kinds, patch
-from tilewright.ops import causal_conv1d as convolution, gated_delta_rule as rule
+from tilewright.ops import causal_conv1d as convolution, gated_delta_rule as rule, rms_norm_gated as gated
 from tilewright.ops.causal_conv1d.decision import legal
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -326,3 +326,9 @@ def test_half_precision_of_a_layer_is_no_further_from_the_truth_than_transformer
     with patch(model):
         ours = layer(x.bfloat16())
     assert F.mse_loss(ours.double(), truth) <= 4 * F.mse_loss(stock.double(), truth)
+
+
+def test_few_rows_of_groups_are_decided_as_few_rows():
+    """One row of eight groups is eight rows of a norm, not as many as 264 rows of it have."""
+    one = gated.Problem(1, 1024, torch.bfloat16, groups=8)
+    assert gated.CHOICES.bucket(one, Device.named("H200")).rows == 2 * 132 // 8

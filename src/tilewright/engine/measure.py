@@ -132,12 +132,17 @@ def _measured(name: str, device: torch.device, call: Callable[[], tuple[list[lis
 
 def profiled(call: Callable[[], Any]) -> list[Kernel]:
     """The kernels of a call on a GPU, slowest first."""
+    return shares(launched(call))
+
+
+def launched(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
+    """Name, start and end of each launch of a call on a GPU, us; copies and fills of memory too."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()
-    return shares((e.name, e.time_range.start, e.time_range.end) for e in found.events() if e.device_type.name == "CUDA")
+    return [(e.name, e.time_range.start, e.time_range.end) for e in found.events() if e.device_type.name == "CUDA"]
 
 
 def shares(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
