@@ -34,7 +34,11 @@ Trust = Annotated[
 
 Weights = Annotated[
     str | None,
-    option("--weights", "First quantise a 16-bit model, for example to int4-128: see `quantize`. gguf: keep a .gguf file's own.", metavar="FORMAT"),
+    option(
+        "--weights",
+        "First quantise a 16-bit model: int4-128, or with its head int4-128,head=e4m3 (see `quantize`). gguf: keep a .gguf file's own.",
+        metavar="FORMAT",
+    ),
 ]
 
 SUITES = ("playbook", "llm", "seeds", "decode")

@@ -22,12 +22,12 @@ from tilewright.engine import Engine, layers, programs
 from tilewright.engine.families import mlp_of
 from tilewright.engine.graph import run
 from tilewright.engine.sampling import LIKELIEST
-from tilewright.engine.weights import Parts
+from tilewright.engine.weights import Parts, SmallMatrix
 from tilewright.launch import counted, forced_config, next_pow2
 from tilewright.models import ModelFileError, load
 from tilewright.models.gguf_tensors import KEPT
 from tilewright.models.method import place_of
-from tilewright.models.quantized import QuantizedLinear, QuantizedMixture, quantize, weight_bytes
+from tilewright.models.quantized import QuantizedLinear, QuantizedMixture, parameters, quantize, weight_bytes, weight_formats
 from tilewright.models.quantized_folder import METHODS, save_quantized
 from tilewright.ops import quantized_matmul as op
 from tilewright.ops.common.weight_formats import FORMATS
@@ -94,13 +94,16 @@ def check_engine(model) -> tuple[list[list[int]], bool]:
     return tokens, joined
 
 
-@pytest.mark.parametrize(("name", "weights"), [("llama-tied-bias", "int4-128-zeros"), ("qwen3", "nvfp4"), ("llama", "mxfp4")])
+@pytest.mark.parametrize(
+    ("name", "weights"), [("llama-tied-bias", "int4-128-zeros,head=e4m3"), ("qwen3", "nvfp4"), ("llama", "mxfp4"), ("qwen3", "int8,head=int8")]
+)
 def test_the_engine_runs_a_model_that_it_quantises(name: str, weights: str) -> None:
     model = small(name)
     before, bits = state_of(model), {n: p.clone() for n, p in model.named_parameters()}
     with Engine(model, max_batch=2, max_len=64, weights=weights) as engine:
         first = engine.generate(PROMPTS, NEW).tokens
         read, held = engine.step_bytes(1, 0), weight_bytes(model)
+        assert isinstance(engine.decoder.head, SmallMatrix) == (",head=" in weights)
     assert read < 0.7 * sum(p.nbytes for p in model.parameters()) > held
     assert state_of(model) == before
     assert all(torch.equal(p, bits[n]) for n, p in model.named_parameters())
@@ -162,18 +165,32 @@ def test_words_are_held_once_and_are_the_modules_again() -> None:
     assert weight_bytes(model) == held
 
 
-def test_patch_quantises_and_undoes_it() -> None:
+@pytest.mark.parametrize("weights", ["mxfp4", "mxfp4,head=e4m3"])
+def test_patch_quantises_and_undoes_it(weights: str) -> None:
     model = small()
     before, ids = state_of(model), torch.tensor([[5, 6, 7, 8]])
-    with patch(model, weights="mxfp4") as report, torch.inference_mode():
+    with patch(model, weights=weights) as report, torch.inference_mode():
         ops = {r.op: r.count for r in report.replaced}
-        assert (ops["quantized_matmul"], ops["matmul"]) == (7, 1)  # the head
+        assert (ops["quantized_matmul"], ops.get("matmul", 0)) == ((7, 1) if weights == "mxfp4" else (8, 0))  # the head
         assert ops["silu_mul"] == 1
         ours = model(ids).logits
     assert state_of(model) == before
-    quantize(model, "mxfp4")
+    quantize(model, weights)
     with torch.inference_mode():
         assert_accurate(ours, *(widened(model, dtype)(ids).logits for dtype in (BF16, torch.float32)))
+
+
+def test_a_tied_head_gets_codes_and_the_embedding_stays() -> None:
+    model = small("llama-tied-bias")
+    held, embedding, head = parameters(model), model.get_input_embeddings().weight, model.lm_head
+    done = quantize(model, "int8,head=e4m3")
+    assert isinstance(model.lm_head, QuantizedLinear)
+    assert model.lm_head.weight_format == "e4m3"
+    assert (parameters(model), weight_formats(model)) == (held, ["int8", "e4m3"])
+    assert model.get_input_embeddings().weight is embedding
+    done.undo()
+    assert model.lm_head is head
+    assert model.lm_head.weight is embedding
 
 
 def test_undo_puts_weights_where_the_model_is_by_then() -> None:
@@ -373,8 +390,12 @@ def test_what_cannot_be_quantised_is_said_in_a_line() -> None:
             Engine(model, **how)
         with pytest.raises(ValueError, match=r"one of int4-128|groups divide every matrix"):
             patch(model, **how)
-    with pytest.raises(ValueError, match='weights must be None or "e4m3" with mode="mega"'):
-        Engine(model, mode="mega", weights="int8")
+    for how in ("int8,head=", "int8,head=int3", "int3,head=int8", "int8,head=int4-128"):
+        with pytest.raises(ValueError, match=r"one of int4-128|lm_head has rows of 64|groups divide every matrix"):
+            Engine(model, weights=how)
+    for how in ("int8", "e4m3,head=e4m3"):
+        with pytest.raises(ValueError, match='weights must be None or "e4m3" with mode="mega"'):
+            Engine(model, mode="mega", weights=how)
     with pytest.raises(ValueError, match="quantised weights must be bfloat16"):
         patch(tiny("llama"), weights="int8")
     assert state_of(model) == before
@@ -399,6 +420,12 @@ def test_quantize_writes_what_generate_runs(tmp_path: Path) -> None:
         assert found.exit_code == 0, found.output
         assert "int4-128, bfloat16, " in found.output
     assert folder.output.splitlines()[1:3] == at_once.output.splitlines()[1:3]  # the prompt and the tokens
+    with_head = run("generate", "--model", tmp_path / "wide", *how, "--weights", "int4-128,head=e4m3")
+    assert "int4-128, e4m3, bfloat16, " in with_head.output, with_head.output
+    wrong = run("generate", "--model", tmp_path / "wide", *how, "--weights", "int4-128,head=e4m")
+    assert (wrong.exit_code, "did you mean that" in wrong.stderr) == (2, True)
+    headed = run("quantize", tmp_path / "wide", "--format", "int4-128,head=e4m3", "-o", tmp_path / "headed")
+    assert (headed.exit_code, "--format must be one of" in headed.stderr) == (2, True)
     again = run("quantize", tmp_path / "wide", "--format", "int4-128", "-o", tmp_path / "small")
     assert again.exit_code == 2
     assert "the output folder must be new or empty" in again.stderr

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from ..launch import argument_error, check_bools, check_integers, checked_device
 from ..launch.names import nearest
-from ..ops.common.weight_formats import format_named
 from .configs import CONFIGS
 from .files import require_transformers
 from .folder import load_folder, read_config as folder_config
 from .gguf_file import load_gguf, read_config as gguf_config
 from .gguf_header import read_header as gguf_header
 from .hub import folder_of, is_name
-from .quantized import OnProgress, quantize
+from .quantized import OnProgress, formats_of, quantize
 from .safetensors_header import folder_weights
 from .shard import Shard, cut
 from .whole import check_finite_weights, make_buffers, outline, require_room
@@ -69,8 +68,8 @@ def load(  # noqa: PLR0913 options by keyword
         layers: how many layers to build, from the first; 0 builds all.
         trust_remote_code: run Python code from the folder, which can do anything that you can.
         weights: quantise the Linear modules, except the head, to this format (`FORMATS`), rounded
-            to nearest; a shard's before it is taken. "gguf" keeps the quantised matrices of a .gguf
-            file small instead (docs/models.md).
+            to nearest; the head too with "int4-128,head=e4m3"; a shard's before it is taken. "gguf"
+            keeps the quantised matrices of a .gguf file small instead (docs/models.md).
     Raises:
         ModelFileError: a ValueError: the files are broken, incomplete or not trusted.
         OSError: the hub cannot be reached, or refuses the model.
@@ -87,7 +86,7 @@ def load(  # noqa: PLR0913 options by keyword
         raise argument_error("layers", f"0 (all) to {most}" if layers > most else "0 (all) or more", layers)
     path, kind = _kind(source)
     if weights not in (None, AS_STORED):
-        format_named(weights)  # before anything is made
+        formats_of(weights)  # before anything is made
     if weights == AS_STORED and kind is not _Kind.GGUF:
         raise argument_error("weights", f"a format, or {AS_STORED} with a .gguf file", f"{AS_STORED!r} with {source}")
     require_transformers("tilewright.load")

@@ -1,8 +1,9 @@
 """Modules with small weights, and models made of them.
 
-Every `nn.Linear` of a model is quantised, but for the head, which decides between tokens, and the
-up-projection of MLA's latents, which the engine applies as it lies; and the experts of mixtures.
-Embeddings, norms and routers keep their 16 bits.
+Every `nn.Linear` of a model is quantised, and the experts of mixtures. Not so the up-projection of
+MLA's latents, which the engine applies as it lies, and the head, which decides between tokens,
+unless a format is named for it: "int4-128,head=e4m3". Embeddings, norms and routers keep their 16
+bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ from ..ops.common.weight_formats import FORMATS, QuantizedWeight, format_named
 from ..ops.quantized_matmul import quantized_matmul
 from ..ops.quantized_moe import quantized_moe
 
-KEPT_WIDE = ("lm_head", "kv_b_proj", "shared_expert_gate")
+HEAD, HEAD_FORMAT = "lm_head", ",head="
+KEPT_WIDE = (HEAD, "kv_b_proj", "shared_expert_gate")
 EXPERTS = "Experts"
 # Classes of experts whose forward `quantized_moe` computes.
 KNOWN_EXPERTS = {f"{family}{EXPERTS}" for family in ("Mixtral", "Qwen3Moe", "DeepseekV2", "DeepseekV3", "Qwen3Next", "Qwen3_5Moe", "GptOss")}
@@ -138,7 +140,8 @@ def quantize(
 
     Args:
         model: a transformers model in bfloat16.
-        weight_format: a name of `FORMATS`.
+        weight_format: a name of `FORMATS`, or two, as `formats_of` reads them. A head that is tied
+            to the embeddings gets a copy of its own, and they stay.
         on_progress: called with (modules done, modules in all).
         device: where each weight is rounded and stays; default its own.
         undoable: keep the modules that are replaced, in the host's memory.
@@ -148,12 +151,12 @@ def quantize(
     done, tell = Quantized(), on_progress or (lambda *told: None)
     try:
         with torch.no_grad():
-            for i, (_, parent, name, module) in enumerate(found):
+            for i, (_, parent, name, module, of) in enumerate(found):
                 tell(i, len(found))
                 home = next(module.parameters()).device
-                setattr(parent, name, small(module, weight_format, home if device is None else torch.device(device)))
+                setattr(parent, name, small(module, of, home if device is None else torch.device(device)))
                 if undoable:
-                    done._replaced.append((parent, name, module.to("cpu"), home))
+                    done._replaced.append((parent, name, module if _tied(model, module) else module.to("cpu"), home))
         tell(len(found), len(found))
     except BaseException:  # also Ctrl-C
         done.undo()
@@ -161,22 +164,31 @@ def quantize(
     return done
 
 
-def quantisable(model: Any, weight_format: str) -> list[tuple[str, nn.Module, str, nn.Module]]:
-    """Path, parent, name and module of each module that `quantize` replaces.
+def formats_of(weights: str) -> tuple[str, str | None]:
+    """Of a model's matrices and of its head, None for 16 bits: "int4-128" or "int4-128,head=e4m3".
+
+    Raises: ValueError for a name that is not in `FORMATS`.
+    """
+    body, comma, head = weights.partition(HEAD_FORMAT)
+    return format_named(body).name, format_named(head).name if comma else None
+
+
+def quantisable(model: Any, weights: str) -> list[tuple[str, nn.Module, str, nn.Module, str]]:
+    """Path, parent, name and module of each module that `quantize` replaces, and its format.
 
     Raises: ValueError for a model or format that does not fit.
     """
-    of = format_named(weight_format)
-    found = list(_modules(model))
+    body, head = formats_of(weights)
+    found = list(_modules(model, body, head))
     if not found:
         raise argument_error("model", "with nn.Linear modules to quantise", f"a {type(model).__name__} without one, or one that is quantised already")
     check_dtype(model.dtype)
-    rows = [(path, k, EXPERTS in type(module).__name__) for path, _, _, module in found for k in _rows(module)]
-    if any(experts for *_, experts in rows):
-        check_format(weight_format)
-    if misfits := [(path, k) for path, k, _ in rows if k % of.multiple]:
-        fitting = [f.name for f in FORMATS.values() if all(k % f.multiple == 0 and not (f.factor and experts) for _, k, experts in rows)]
-        path, k = misfits[0]
+    rows = [(path, k, EXPERTS in type(module).__name__, FORMATS[name]) for path, _, _, module, name in found for k in _rows(module)]
+    if any(experts for _, _, experts, _ in rows):
+        check_format(body)
+    if misfits := [(path, k, of) for path, k, _, of in rows if k % of.multiple]:
+        fitting = [f.name for f in FORMATS.values() if all(k % f.multiple == 0 and not (f.factor and experts) for _, k, experts, _ in rows)]
+        path, k, of = misfits[0]
         be = f"a format whose groups divide every matrix ({', '.join(fitting) or 'none'})"
         raise argument_error("weights", be, f"{of.name!r}: {path} has rows of {k}, no multiple of {of.multiple}")
     return found
@@ -198,8 +210,10 @@ def weight_formats(model: nn.Module) -> list[str]:
 
 
 def parameters(model: Any) -> int:
-    """How many weights a model has."""
-    linears = sum(module.in_features * module.out_features for module in model.modules() if isinstance(module, QuantizedLinear))
+    """How many weights a model has. A head that is tied counts as the embeddings do: once."""
+    tied = HEAD if model.config.get_text_config().tie_word_embeddings else None
+    small = [m for path, m in model.named_modules() if isinstance(m, QuantizedLinear) and path.rpartition(".")[2] != tied]
+    linears = sum(module.in_features * module.out_features for module in small)
     return int(model.num_parameters()) + linears + sum(module.weights for module in model.modules() if isinstance(module, QuantizedMixture))
 
 
@@ -209,12 +223,19 @@ def weight_bytes(model: nn.Module) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Path, parent, name and module of each module that is quantised."""
+def _modules(model: nn.Module, body: str, head: str | None) -> Iterator[tuple[str, nn.Module, str, nn.Module, str]]:
+    """Path, parent, name and module of each module that is quantised, and its format."""
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
         if (type(module) is nn.Linear and name not in KEPT_WIDE) or (name == "experts" and type(module).__name__ in KNOWN_EXPERTS):
-            yield path, model.get_submodule(parent), name, module
+            yield path, model.get_submodule(parent), name, module, body
+        elif head is not None and type(module) is nn.Linear and name == HEAD:
+            yield path, model.get_submodule(parent), name, module, head
+
+
+def _tied(model: Any, module: nn.Module) -> bool:
+    """Whether the embeddings hold the same parameter, and so keep its memory."""
+    return getattr(module, "weight", None) is model.get_input_embeddings().weight
 
 
 def _rows(module: Any) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..launch import argument_error
 from ..ops.common.expert_weights import QuantizedExperts
-from ..ops.common.weight_formats import FORMATS, WeightFormat, format_named
+from ..ops.common.weight_formats import FORMATS, WeightFormat
 from .quantized import QuantizedLinear, QuantizedMixture, quantisable, small
 
 _MARK = "tilewright_shard"
@@ -77,13 +77,13 @@ def shard_of(model: Any) -> Shard:
     return shard
 
 
-def check_ranks(model: Any, ranks: int, weights: str | None = None) -> list[tuple[str, nn.Module, str, nn.Module]]:
+def check_ranks(model: Any, ranks: int, weights: str | None = None) -> list[tuple[str, nn.Module, str, nn.Module, str]]:
     """What `cut` would quantise, once it is sure that each of so many ranks gets a part.
 
     model: may be on the meta device. Raises: ValueError for sizes that cannot be divided.
     """
     coming = [] if weights is None else quantisable(model, weights)
-    _check_all(model, ranks, {} if weights is None else {module: format_named(weights) for *_, module in coming})
+    _check_all(model, ranks, {module: FORMATS[of] for *_, module, of in coming})
     return coming
 
 
@@ -120,10 +120,10 @@ def cut(
         for path, module in list(model.named_modules()):
             if isinstance(module, (QuantizedLinear, QuantizedMixture)):
                 model.set_submodule(path, _small_part(path, module, model.config, shard).to(device))
-        for path, owner, name, module in coming:
+        for path, owner, name, module, of in coming:
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 module.register_parameter(leaf, nn.Parameter(values_of(parameter), requires_grad=False))
-            setattr(owner, name, _small_part(path, small(module, str(weights), torch.device(device)), model.config, shard))
+            setattr(owner, name, _small_part(path, small(module, of, torch.device(device)), model.config, shard))
         for _, key, module, name, parameter in list(_parameters(model)):
             values = values_of(parameter)
             part = _part(key, values, model.config, shard)
