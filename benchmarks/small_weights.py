@@ -5,10 +5,9 @@
 Forms: `apart`, every launch of its own; `joined`, norm and activation in the launch that makes
 pieces (engine/layers.py, MOST_SMALL_ROWS); `ahead`: also the first weights while the launch before
 ends; `stream`: also sums over shares of k left to the product that reads them (engine/shares.py);
-`shares`, as shipped: all such sums left to their reader, those of q, k and v too; `rows`: the same,
-but what is normed or activated comes in bf16, not in pieces; `mega`, of e4m3 weights the
-megakernel. Each form is an engine on the same weights; rounds take turns. Tokens must be the same
-up to rounding: the number of equal ones is printed.
+`shares`, as shipped: all such sums left to their reader, those of q, k and v too; `mega`, of e4m3
+weights the megakernel. Each form is an engine on the same weights; rounds take turns. Tokens must
+be the same up to rounding: the number of equal ones is printed.
 """
 
 import argparse
@@ -33,17 +32,15 @@ from tilewright.ops.quantized_matmul import quantized_matmul_out
 STREAM = (quantized_matmul_out,)
 ALL = (*STREAM, kv_append_out)
 FORMS = {"apart": (0, 0, ()), "joined": (16, 0, ()), "ahead": (16, 1, ()), "stream": (16, 1, STREAM), "shares": (16, 1, ALL)}
-FORMS |= {"rows": (16, 1, ALL, False), "mega": (16, 1, ALL)}
+FORMS["mega"] = FORMS["shares"]
 
 
 @contextmanager
-def form(rows: int, ahead: int, readers: tuple[Any, ...], pieces: bool = True) -> Iterator[None]:
+def form(rows: int, ahead: int, readers: tuple[Any, ...]) -> Iterator[None]:
     """Steps that are made within the context have this form: the shipped configs but for it."""
 
     def config(p: quantized_matmul.Problem, device: Device) -> Any:
         shipped, _ = quantized_matmul.DECISION.decide(p, device)
-        if not pieces and p.shares <= 0 and p.before:
-            shipped = next(c for c in quantized_matmul.space(replace(p, shares=0, given=0), device).legal if not c.pieces)
         return replace(shipped, ahead=min(shipped.ahead, ahead))
 
     before, layers.MOST_SMALL_ROWS = layers.MOST_SMALL_ROWS, rows
