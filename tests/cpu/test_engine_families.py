@@ -175,7 +175,9 @@ def test_a_gpu_has_launches_for_published_sizes(name: str) -> None:
             buffers = state.buffers(batch)
             run([*decoder.body_calls(buffers, state.tokens[:batch], state.caches), *decoder.head_calls(buffers)])
         run(Prefill.of(decoder, State(decoder, 2, 4096, 1), 2, 1024, 1024, 1024).body)
-    assert {"recurrent_kernel", "attention_decode_kernel"} <= {one.launch.name for one in launches}
+    names = {one.launch.name for one in launches}
+    assert "attention_decode_kernel" in names
+    assert names & {"recurrent_kernel", "token_kernel"}
 
 
 def test_weights_of_a_delta_rule_are_held_once_and_restored() -> None:

@@ -160,6 +160,31 @@ def test_one_token_is_one_launch_and_a_prompt_two():
     assert sum(counts.values()) == 2
 
 
+@pytest.mark.parametrize("dim", [56, 128])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_one_token_by_its_own_kernel_is_that_of_the_other(dim, parts):
+    """Also of heads whose last tile of rows, or of columns, ends inside."""
+    given, states = tokens(1, dim=dim), [torch.randn(2, 2, dim, dim)]
+    states.append(states[0].clone())
+    outs = []
+    for config, state in zip((rule.Config(32), rule.Config(32, parts=parts)), states, strict=True):
+        with forced_config(rule.plan, config), counted() as counts:
+            outs.append(gated_delta_rule(**given, state=state))
+        assert counts.keys() == {"token_kernel" if config.parts else "recurrent_kernel"}
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_default_of_one_token_has_its_own_kernel_and_wide_tiles_only_for_many_blocks():
+    """H200, us with 32 and 64 columns: 4 sequences 5.9 and 6.7, 256 267 and 264."""
+    for gpu in ("A100", "H200", "B200", "GB10"):
+        device = Device.named(gpu)
+        found = [rule.space(rule.Problem(batch, 16, 32, 1, 128, torch.bfloat16), device) for batch in (1, 256)]
+        assert [(c.tile_v, c.parts) for configs in found for c in configs] == [(32, 4), (64, 4)]
+        for p in (rule.Problem(4, 16, 32, 2, 128, torch.bfloat16), rule.Problem(4, 16, 32, 1, 128, torch.bfloat16, has_state=False)):
+            assert all(c.parts == 0 for c in rule.space(p, device))
+
+
 @pytest.mark.parametrize("n", [1, 2, 9])
 def test_a_convolution_and_its_state_are_those_of_transformers(n):
     """Its cache keeps one input more than the weights need, time as the axis of stride 1."""

@@ -17,6 +17,7 @@ from ..common.sequences import packed, places, starts
 from .channel_kernels import scan_channels_kernel, solve_channels_kernel
 from .kernels import link_kernel, recurrent_kernel, scan_kernel, solve_kernel
 from .steady_kernels import gates_kernel, steady_solve_kernel
+from .token_kernels import token_kernel
 
 LEAST_TILE = 16  # of a product
 WIDEST_CHUNKED = 128  # head_dim; a wider state and a chunk do not fit the registers of a block
@@ -114,6 +115,8 @@ class Config:
     steady: its blocks stay for many chunks, behind a launch that writes the gates as rows.
     skips: the pass for segments' states leaves out what they forget.
     occupancy, num_worker_warps: compiler hints of the launch that does.
+    parts: of one token alone: tiles of rows that a block's columns of the state are loaded as, a
+        power of two; 0 for one tile, by the kernel of any number of tokens.
     """
 
     tile_v: int
@@ -127,8 +130,13 @@ class Config:
     skips: bool = False
     occupancy: int | None = None
     num_worker_warps: int | None = None
+    parts: int = 0
 
 
+# Of one token: 4, 32, 64 and 256 sequences of 16/32 heads take 5.9, 36.1, 68.6 and 267.4 us with 32
+# columns a block, 6.7, 35.9, 68.3 and 263.7 with 64, and at best by the kernel of any number of
+# tokens 7.5, 39.2, 74.2 and 287.4 (H200, 2026-11-30).
+PARTS, OCCUPANCY, WAVES = 4, 3, 4  # with 64 columns from so many waves of blocks on
 RECURRENT = ((32, 5), (32, 4), (16, 6), (64, 2), (8, 8))  # tile_v, occupancy
 # tile_v, chunk, transposed, latency, occupancy and that of the solve, most heads of a block there
 CHUNKED = {
@@ -143,13 +151,21 @@ SEGMENTS = (256, 128, 64, 32, 16)  # where links do not spill: on the architectu
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
-    """Token after token for any; of 16 bits also chunk after chunk."""
+    """Token after token for any, with a kernel of its own for one; of 16 bits also chunk after
+    chunk.
+    """
     widest = max(LEAST_TILE, next_pow2(p.values_dim))
     if device.is_cpu:
         yield Config(min(64, widest))
         yield Config(min(64, widest), 64 if p.head_dim >= 64 else 32)
         yield Config(min(64, widest), 32, transposed=True, segment=1, solve_heads=_shared(p, 2))
         yield Config(min(64, widest), 64 if p.head_dim >= 64 else 32, solve_heads=_shared(p, 2), steady=True)
+        yield Config(min(64, widest), parts=2)
+        return
+    wide, narrow = (Config(min(tile_v, widest), parts=PARTS, occupancy=OCCUPANCY) for tile_v in (64, 32))
+    if legal(p, narrow, device):
+        many = _blocks(p, wide) * p.v_heads * p.batch >= WAVES * OCCUPANCY * device.sms
+        yield wide if many and legal(p, wide, device) else narrow
         return
     for tile_v, occupancy in RECURRENT:
         yield Config(min(tile_v, widest), occupancy=occupancy)
@@ -194,6 +210,8 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
     one token after the other (64 tokens of 4 columns: nearly five times).
     """
     fits = grid_fits(_blocks(p, c) * p.v_heads * p.batch)
+    if c.parts:
+        return grid_fits(_blocks(p, c), p.v_heads, p.batch) and _takes_parts(p, c)
     if not c.chunk:
         return fits and (device.is_cpu or tile_k(p) * c.tile_v * (c.occupancy or 1) <= 160 * 128)
     return (
@@ -205,6 +223,15 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
         and (p.v_heads // p.k_heads) % c.solve_heads == 0
         and grid_fits(_chunks(p, c), p.v_heads)
     )
+
+
+def _takes_parts(p: Problem, c: Config) -> bool:
+    """One token of each sequence, whose state is kept and fits into registers. A part has at least
+    two rows, and begins inside the state.
+    """
+    one = p.tokens == 1 and not p.varlen and p.has_state and not p.channels and not c.chunk
+    inside = tile_k(p) // c.parts * (c.parts - 1) < p.head_dim
+    return one and inside and 2 * c.parts <= tile_k(p) and tile_k(p) * c.tile_v * (c.occupancy or 1) <= 192 * 128
 
 
 def _blocks(p: Problem, c: Config) -> int:
@@ -283,7 +310,8 @@ def work(p: Problem, c: Config, device: Device) -> Work | tuple[Work, ...]:
 
 def family(p: Problem, c: Config) -> str:
     """Launches that the model errs alike about."""
-    return f"{p.dtype.itemsize} {tile_k(p)}x{c.tile_v}/{c.chunk}{'t' * c.transposed}{'s' * (c.segment > 0)}{c.occupancy}"
+    how = f"{'t' * c.transposed}{'s' * (c.segment > 0)}{c.occupancy}{'p' * (c.parts > 0)}"
+    return f"{p.dtype.itemsize} {tile_k(p)}x{c.tile_v}/{c.chunk}{how}"
 
 
 CHOICES = Choices("gated_delta_rule", candidates, legal, work, family, tie=0.05)
@@ -293,10 +321,13 @@ space = CHOICES.space
 def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """One launch, or for chunks two: what needs no state, then what does."""
     of_heads = {"group": p.v_heads // p.k_heads, "tile_k": tile_k(p)}
-    of_state = {**of_heads, "blocks": _blocks(p, c), "whole": p.head_dim == tile_k(p) and p.values_dim % c.tile_v == 0}
+    of_tile = {**of_heads, "whole": p.head_dim == tile_k(p) and p.values_dim % c.tile_v == 0}
+    of_state = {**of_tile, "blocks": _blocks(p, c)}
     lengths = {"cu_seqlens": p.varlen}
     optional = {"state": p.has_state, **lengths}
     grid = (_blocks(p, c) * p.v_heads * p.batch,)
+    if c.parts:
+        return (Launch.of(token_kernel, (_blocks(p, c), p.v_heads, p.batch), p, c, of_tile, pdl=use_pdl(p.all_tokens, False)),)
     if not c.chunk:
         constants = {**of_state, "one": p.tokens == 1 and not p.varlen}
         return (Launch.of(recurrent_kernel, grid, p, c, constants, optional=optional, pdl=use_pdl(p.all_tokens, False)),)
