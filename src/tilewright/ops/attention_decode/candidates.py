@@ -51,6 +51,8 @@ HOPPER = {
         _row(128, True, 8, 1, 8),
         _row(128, True, 8, 2, 8),
         _row(128, True, 8, 2, 4),
+        _row(128, True, 8, 3, 4),
+        _row(128, True, 5, 2, 4),
         _row(64, True, 8, 2, 4),
         _row(64, True, 8, 3, 4),
         _row(64, True, 3, 4, 4),
