@@ -8,8 +8,10 @@ from torch import Tensor
 
 from ..launch import Device
 from ..ops.attention_decode import attention_decode_out
+from ..ops.common.weight_formats import FORMATS
 from ..ops.kv_append import kv_append_out
 from ..ops.matmul import matmul_out
+from ..ops.quantized_matmul import quantized_matmul_out
 from ..ops.rms_norm_matmul import rms_norm_matmul_out
 from . import attend_splits
 from .append_attend import MOST_VALUES, append_attend
@@ -27,7 +29,15 @@ def early(calls: Iterable[Call], device: Device) -> list[Call]:
         return found
     for i in range(len(found) - 1, 0, -1):
         found[i - 1 : i + 1] = _joined(found[i - 1], found[i], found[i + 1 :], device)
-    return [_product(call) for call in found]
+    return found if _fills_shared(found) else [_product(call) for call in found]
+
+
+def _fills_shared(calls: list[Call]) -> bool:
+    """Whether products with weights of 8 bits leave 28 KB of an SM to L1, which plain loads need
+    and those of TMA do not (notes/facts.md).
+    """
+    small = (call.arguments["weight_format"] for call in calls if call.op is quantized_matmul_out)
+    return any(FORMATS[name].bits == 8 for name in small)
 
 
 def _joined(first: Call, second: Call, rest: list[Call], device: Device) -> list[Call]:
