@@ -211,6 +211,20 @@ def kept(rows: list[dict]) -> str:
     return "\n".join([*lines, "", prose(f"{found[0]['date']}, on a CPU in fp32: `{found[0]['command']}`.")])
 
 
+def small_steps(rows: list[dict]) -> str:
+    """A decode step of one sequence with small weights, in a graph as shipped and by the
+    megakernel.
+    """
+    lines, ways = ["| model | weights | by | a step | tokens/s | date |", "|---|---|---|---|---|---|"], {"shares": "graph", "mega": "megakernel"}
+    found = [(r, *r["case"].split()) for r in rows if r["op"] == "small_weights"]
+    for r, model, weights, form in sorted(found, key=lambda each: each[1:3]):
+        if way := ways.get(form.removeprefix("form=")):
+            told = f"{statistics.median(r['step_us']):.0f} us | **{r['tokens_per_s']:.0f}** | {r['date']}"
+            lines.append(f"| {model} | `{weights.removeprefix('weights=')}` | {way} | {told} |")
+    commands = prose(f"{found[0][0]['gpu']}, `python benchmarks/small_weights.py MODEL WEIGHTS`: 32 tokens read, 64 written, seeded random weights.")
+    return "\n".join([*lines, "", commands])
+
+
 def peers(rows: list[dict]) -> str:
     """Every op against every peer, losses included."""
     lines = ["| op | peer | cases | geomean | worst | best |", "|---|---|---|---|---|---|"]
@@ -345,7 +359,7 @@ BLOCKS = {
     "docs/decode.md": {"cascade": cascade},
     "docs/engine.md": {"modes": modes, "models": models},
     "docs/serving.md": {"load test": load_test},
-    "docs/models.md": {"kept": kept},
+    "docs/models.md": {"kept": kept, "small steps": small_steps},
     "docs/megakernel.md": {"megakernel": megakernel},
 }
 
