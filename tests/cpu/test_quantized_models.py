@@ -396,6 +396,8 @@ def test_what_cannot_be_quantised_is_said_in_a_line() -> None:
     for how in ("int8", "e4m3,head=e4m3"):
         with pytest.raises(ValueError, match='weights must be None or "e4m3" with mode="mega"'):
             Engine(model, mode="mega", weights=how)
+    with pytest.raises(ValueError, match=r"weights must be 'int8' for a LlamaModel, which has no nn.Linear named lm_head, got 'int8,head=int8'"):
+        patch(model.model, weights="int8,head=int8")
     with pytest.raises(ValueError, match="quantised weights must be bfloat16"):
         patch(tiny("llama"), weights="int8")
     assert state_of(model) == before

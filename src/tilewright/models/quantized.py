@@ -183,6 +183,8 @@ def quantisable(model: Any, weights: str) -> list[tuple[str, nn.Module, str, nn.
     if not found:
         raise argument_error("model", "with nn.Linear modules to quantise", f"a {type(model).__name__} without one, or one that is quantised already")
     check_dtype(model.dtype)
+    if head is not None and not any(name == HEAD for _, _, name, _, _ in found):
+        raise argument_error("weights", f"{body!r} for a {type(model).__name__}, which has no nn.Linear named {HEAD}", repr(weights))
     rows = [(path, k, EXPERTS in type(module).__name__, FORMATS[name]) for path, _, _, module, name in found for k in _rows(module)]
     if any(experts for _, _, experts, _ in rows):
         check_format(body)
