@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_server import CHAT, call, chat, server
 
 from tilewright.models import Loaded
 from tilewright.models.serve import _say, serving
+from tilewright.models.server import unsaid
 from tilewright.testing.tiny_chat import tokenizer
 
 for needed in ("openai", "starlette", "uvicorn"):
@@ -63,8 +65,12 @@ def test_a_cache_that_does_not_fit_is_an_error_at_the_start(caplog):
 
 
 @pytest.mark.parametrize(("host", "why"), [("127.0.0.1", "address already in use"), ("nowhere.invalid", r"\[Errno -\d\]")])
-def test_where_nobody_can_listen_is_one_line(host, why, capfd):
-    """uvicorn printed a second one, and a name that is none was one that is not free."""
+def test_where_nobody_can_listen_is_one_line(host, why, capfd, monkeypatch):
+    """uvicorn printed a second one, and a name that is none was one that is not free. On a busy
+    machine it had said why before anybody listened.
+    """
+    keep = unsaid.unsaid
+    monkeypatch.setattr(unsaid, "unsaid", lambda name: time.sleep(0.2) or keep(name))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

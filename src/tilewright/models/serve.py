@@ -131,9 +131,9 @@ def serving(  # noqa: PLR0913 options by keyword
             config = uvicorn.Config(app, host=host, port=port, http=Connection, ws="none", **how)
             server = uvicorn.Server(config)
             thread = threading.Thread(target=_run, args=(server, worker), name="server")
-            thread.start()
             try:
                 with unsaid("uvicorn.error") as reasons:
+                    thread.start()
                     while not server.started:
                         thread.join(0.02)
                         if not thread.is_alive():
