@@ -385,7 +385,7 @@ def test_a_folder_that_is_not_whole_names_what_is_wrong(tmp_path: Path) -> None:
 def test_what_cannot_be_quantised_is_said_in_a_line() -> None:
     model = tiny("llama", BF16)
     before = state_of(model)
-    for how in ({"weights": "int3"}, {"weights": "int4-64"}):
+    for how in ({"weights": "int3"}, {"weights": "int4-64"}, {"weights": 4}):
         with pytest.raises(ValueError, match=r"one of int4-128|groups divide every matrix \(int8, int8-16, e4m3, nvfp4\), got 'int4-64'"):
             Engine(model, **how)
         with pytest.raises(ValueError, match=r"one of int4-128|groups divide every matrix"):

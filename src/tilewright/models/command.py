@@ -21,8 +21,8 @@ from ..launch.files import write_json
 from ..ops.common.weight_formats import FORMATS
 from . import chat_template
 from .generate import GREEDY, Comparison, Draw, compare, encode
-from .load import DTYPES, Loaded, load
-from .quantized import HEAD_FORMAT, is_quantized, parameters, quantize, weight_bytes, weight_formats
+from .load import AS_STORED, DTYPES, Loaded, load
+from .quantized import formats_of, is_quantized, parameters, quantize, weight_bytes, weight_formats
 from .quantized_folder import check_output, save_quantized
 from .shard import shard_of
 
@@ -34,10 +34,7 @@ def device_and_dtype(device: str, dtype: str, weights: str | None = None, kv_dty
     anything else.
     """
     if weights is not None:
-        body, comma, head = weights.partition(HEAD_FORMAT)
-        check_name("--weights", FORMATS if comma else (*FORMATS, "gguf"), body)
-        if comma:
-            check_name(f"--weights {body}{comma}", FORMATS, head)
+        formats_of(weights, "--weights", also=(AS_STORED,))
     where = chosen_device(device)
     dtype = dtype or ("float32" if where.type == "cpu" and weights is None else "bfloat16")
     check_name("--dtype", DTYPES, dtype)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..launch import argument_error, dtype_name
+from ..launch import argument_error, check_name, dtype_name
 from ..ops.common.expert_weights import QuantizedExperts, check_format
-from ..ops.common.weight_formats import FORMATS, QuantizedWeight, format_named
+from ..ops.common.weight_formats import FORMATS, QuantizedWeight
 from ..ops.quantized_matmul import quantized_matmul
 from ..ops.quantized_moe import quantized_moe
 
@@ -164,13 +164,17 @@ def quantize(
     return done
 
 
-def formats_of(weights: str) -> tuple[str, str | None]:
+def formats_of(weights: str, what: str = "weight_format", also: tuple[str, ...] = ()) -> tuple[str, str | None]:
     """Of a model's matrices and of its head, None for 16 bits: "int4-128" or "int4-128,head=e4m3".
 
-    Raises: ValueError for a name that is not in `FORMATS`.
+    also: words that may stand alone, beside `FORMATS`. Raises: ValueError for another name, of
+    `what`.
     """
-    body, comma, head = weights.partition(HEAD_FORMAT)
-    return format_named(body).name, format_named(head).name if comma else None
+    body, comma, head = weights.partition(HEAD_FORMAT) if isinstance(weights, str) else (weights, "", "")
+    check_name(what, FORMATS if comma else (*FORMATS, *also), body)
+    if comma:
+        check_name(f"{what} {body}{comma}", FORMATS, head)
+    return body, head if comma else None
 
 
 def quantisable(model: Any, weights: str) -> list[tuple[str, nn.Module, str, nn.Module, str]]:
@@ -229,10 +233,10 @@ def _modules(model: nn.Module, body: str, head: str | None) -> Iterator[tuple[st
     """Path, parent, name and module of each module that is quantised, and its format."""
     for path, module in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
-        if (type(module) is nn.Linear and name not in KEPT_WIDE) or (name == "experts" and type(module).__name__ in KNOWN_EXPERTS):
-            yield path, model.get_submodule(parent), name, module, body
-        elif head is not None and type(module) is nn.Linear and name == HEAD:
-            yield path, model.get_submodule(parent), name, module, head
+        of = head if name == HEAD else None if name in KEPT_WIDE else body
+        fits = type(module) is nn.Linear or (name == "experts" and type(module).__name__ in KNOWN_EXPERTS)
+        if fits and of is not None:
+            yield path, model.get_submodule(parent), name, module, of
 
 
 def _tied(model: Any, module: nn.Module) -> bool:
