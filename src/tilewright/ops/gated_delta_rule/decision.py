@@ -136,7 +136,8 @@ class Config:
 # Of one token: 4, 32, 64 and 256 sequences of 16/32 heads take 5.9, 36.1, 68.6 and 267.4 us with 32
 # columns a block, 6.7, 35.9, 68.3 and 263.7 with 64, and at best by the kernel of any number of
 # tokens 7.5, 39.2, 74.2 and 287.4 (H200, 2026-11-30).
-PARTS, OCCUPANCY, WAVES = 4, 3, 4  # with 64 columns from so many waves of blocks on
+PARTS, OCCUPANCY = 4, 3
+WAVES = 4  # of blocks of 64 columns, from which on they are taken
 RECURRENT = ((32, 5), (32, 4), (16, 6), (64, 2), (8, 8))  # tile_v, occupancy
 # tile_v, chunk, transposed, latency, occupancy and that of the solve, most heads of a block there
 CHUNKED = {

@@ -57,7 +57,8 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         pieces = list(_pieces(p, device))
         yield from pieces
         # In a step the others take longer than alone. Llama-3.1-8B, one token, H200: q, k and v of
-        # int4-128 1.3 us, of e4m3 1.5, down of e4m3 1.4 (compared by benchmarks/small_weights.py).
+        # int4-128 1.3 us, of e4m3 1.5, down of e4m3 1.4; a step of e4m3 2627 us, with pieces 2507
+        # (2026-11-30, notes/LOG.md).
         if p.m == 1 and p.shares and p.before and any(legal(p, c, device) for c in pieces):
             return
     found = dict.fromkeys(_tiles(p, device))
