@@ -230,7 +230,7 @@ def _takes_parts(p: Problem, c: Config) -> bool:
     """One token of each sequence, whose state is kept and fits into registers. A part has at least
     two rows, and begins inside the state.
     """
-    one = p.tokens == 1 and not p.varlen and p.has_state and not p.channels and not c.chunk
+    one = p.tokens == 1 and not p.varlen and p.has_state and not c.chunk
     inside = tile_k(p) // c.parts * (c.parts - 1) < p.head_dim
     return one and inside and 2 * c.parts <= tile_k(p) and tile_k(p) * c.tile_v * (c.occupancy or 1) <= 192 * 128
 
@@ -330,8 +330,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     if c.parts:
         return (Launch.of(token_kernel, (_blocks(p, c), p.v_heads, p.batch), p, c, of_tile, pdl=use_pdl(p.all_tokens, False)),)
     if not c.chunk:
-        constants = {**of_state, "one": p.tokens == 1 and not p.varlen}
-        return (Launch.of(recurrent_kernel, grid, p, c, constants, optional=optional, pdl=use_pdl(p.all_tokens, False)),)
+        return (Launch.of(recurrent_kernel, grid, p, c, of_state, optional=optional, pdl=use_pdl(p.all_tokens, False)),)
     if p.channels:
         return _with_channels(p, c, optional)
     solve = _solve(p, c, device)

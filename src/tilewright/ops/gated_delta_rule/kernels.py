@@ -29,6 +29,45 @@ def three_sums(a, b, c, x, y, z):
     return a + x, b + y, c + z
 
 
+def one_token(states, ks, qs, v, decay, beta, how):
+    """The state after a token, and what it returns [1, TILE_V].
+
+    states, ks, qs: tiles of rows of the state, and of the same rows of k and q, fp32.
+    how: (scale, eps, NORMALIZE, EXACT), the last for fp32: sums in the order of the definition.
+    """
+    scale, eps, NORMALIZE, EXACT = how
+    if NORMALIZE and EXACT:  # rsqrt has an error of 2 ulp
+        kk, qq = ct.reduce((_products(ks, ks), _products(qs, qs)), 0, two_sums, (0.0, 0.0), keepdims=True)
+        ks, qs = _times(ks, 1.0 / ct.sqrt(kk + eps)), _times(qs, 1.0 / ct.sqrt(qq + eps))
+    # Both sums are over the state as it was: new^T q = decay S^T q + (k q) delta. Sums in one
+    # reduction share its barriers.
+    seen, found = ct.reduce((_products(states, ks), _products(states, qs)), 0, two_sums, (0.0, 0.0), keepdims=True)
+    kk, qq, kq = ct.reduce((_products(ks, ks), _products(qs, qs), _products(ks, qs)), 0, three_sums, (0.0, 0.0, 0.0), keepdims=True)
+    of_k, of_q = 1.0, scale
+    if NORMALIZE and not EXACT:  # no sum waits for another
+        of_k, of_q = ct.rsqrt(kk + eps), ct.rsqrt(qq + eps) * scale
+    delta = (v - decay * of_k * seen) * (beta * of_k)
+    after: tuple = ()
+    for i in ct.static_iter(range(len(states))):
+        after = (*after, states[i] * decay + ks[i] * delta)
+    return after, (decay * found + kq * delta) * of_q
+
+
+def _products(xs, ys):
+    """The sum of the products of tiles, in turn."""
+    total = xs[0] * ys[0]
+    for i in ct.static_iter(range(1, len(xs))):
+        total = total + xs[i] * ys[i]
+    return total
+
+
+def _times(xs, factor):
+    found: tuple = ()
+    for x in ct.static_iter(xs):
+        found = (*found, x * factor)
+    return found
+
+
 @ct.kernel
 def recurrent_kernel(
     Q,
@@ -45,7 +84,6 @@ def recurrent_kernel(
     HAS_STATE: ct.Constant[bool],
     NORMALIZE: ct.Constant[bool],
     CHANNELS: ct.Constant[bool],
-    ONE: ct.Constant[bool],
     WHOLE: ct.Constant[bool],
     GROUP: ct.Constant[int],
     BLOCKS: ct.Constant[int],
@@ -58,7 +96,7 @@ def recurrent_kernel(
     Q, K [batch, k_heads, tokens, head_dim]; V, OUT [batch, v_heads, tokens, v_dim]; G, BETA [batch,
     v_heads, tokens], with CHANNELS G [batch, v_heads, tokens, head_dim]; STATE [sequences, v_heads,
     head_dim, v_dim] fp32, overwritten with HAS_STATE; CU_SEQLENS [sequences + 1] int32, for arrays
-    whose batch axis is 1. ONE: of one token each.
+    whose batch axis is 1.
     WHOLE: every tile of a state lies inside.
     """
     pdl_overlap()
@@ -77,34 +115,16 @@ def recurrent_kernel(
     def row(X, head, t, column, shape):
         return row_of(X, (b, head, t), column, shape, WHOLE)
 
-    def step(s, t):
-        of_key = TILE_K, 1
+    of_key = TILE_K, 1
+    for t in range(V.shape[2]):
         v, beta = row(V, h, t, j, (1, TILE_V)), ct.load(BETA, (b, h, t), ()).astype(ct.float32)
         if CHANNELS:
             s, decay = s * ct.exp(row(G, h, t, 0, of_key)), 1.0
         else:
             decay = ct.exp(ct.load(G, (b, h, t), ()).astype(ct.float32))
         q, k = row(Q, kh, t, 0, of_key), row(K, kh, t, 0, of_key)
-        exact = K.dtype == ct.float32
-        if NORMALIZE and exact:  # in the definition's order; rsqrt has an error of 2 ulp
-            q, k = q * (1.0 / ct.sqrt(ct.sum(q * q, 0, keepdims=True) + eps)), k * (1.0 / ct.sqrt(ct.sum(k * k, 0, keepdims=True) + eps))
-        # Both sums are over the state as it was: new^T q = decay S^T q + (k q) delta. Sums in one
-        # reduction share its barriers.
-        seen, found = ct.reduce((s * k, s * q), 0, two_sums, (0.0, 0.0), keepdims=True)
-        kk, qq, kq = ct.reduce((k * k, q * q, k * q), 0, three_sums, (0.0, 0.0, 0.0), keepdims=True)
-        of_k, of_q = 1.0, scale
-        if NORMALIZE and not exact:  # no sum waits for another
-            of_k, of_q = ct.rsqrt(kk + eps), ct.rsqrt(qq + eps) * scale
-        delta = (v - decay * of_k * seen) * (beta * of_k)
-        out = (decay * found + kq * delta) * of_q
+        (s,), out = one_token((s,), (k,), (q,), v, decay, beta, (scale, eps, NORMALIZE, K.dtype == ct.float32))
         ct.store(OUT, (b, h, t, j), out.astype(OUT.dtype).reshape((1, 1, 1, TILE_V)), check_bounds=not WHOLE, allow_tma=False)
-        return s * decay + k * delta
-
-    if ONE:
-        s = step(s, 0)
-    else:
-        for t in range(V.shape[2]):
-            s = step(s, t)
     if HAS_STATE:
         ct.store(STATE, (seq, h, 0, j), s.reshape((1, 1, TILE_K, TILE_V)), check_bounds=not WHOLE, allow_tma=False)
 
