@@ -56,6 +56,7 @@ def bench(  # noqa: PLR0913 an option each
 def profile(
     what: Annotated[str, typer.Argument(metavar="OP|generate", help="An op, for the counters of ncu; or generate, for its kernels by nsys.")],
     case: Annotated[str, option("--case", "For an op: the first benchmark case whose name contains this text.")] = "",
+    lines: Annotated[int, option("--lines", "For an op: also the N instructions where warps wait most.", metavar="N", min=0)] = 0,
     options: Annotated[str, option("--options", "For generate: its options, as one text.", metavar="TEXT")] = "",
     json_file: Json = None,
 ) -> int:
@@ -64,7 +65,7 @@ def profile(
     _refuse({f"--options must be given with generate, and only there, as in {as_in}": (what == "generate") != bool(options)})
     from .bench.profile import profile_command
 
-    return profile_command(what, case=case, generate=shlex.split(options), json_file=json_file)
+    return profile_command(what, case=case, lines=lines, generate=shlex.split(options), json_file=json_file)
 
 
 @verb

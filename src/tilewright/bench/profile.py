@@ -8,6 +8,7 @@ does not have; without them the command says where to get them.
 import csv
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,7 @@ INSTALL = {
     "nsys": "Nsight Systems (nsys) must be installed: apt-get install cuda-nsight-systems-13-0, or developer.nvidia.com/nsight-systems",
 }
 COUNTERS = "the driver must let you read counters: run as root, or set NVreg_RestrictProfilingToAdminUsers=0 for the module nvidia"
-SECTIONS = ("LaunchStats", "Occupancy", "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "WarpStateStats")
+SECTIONS = ("LaunchStats", "Occupancy", "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "WarpStateStats", "SourceCounters")
 # What is shown of a kernel: ncu's name and ours.
 NUMBERS = {
     "Duration": "time",
@@ -45,18 +46,20 @@ NUMBERS = {
     "Memory Throughput": "memory, of its peak",
     "DRAM Throughput": "device memory, of its peak",
     "L2 Cache Throughput": "L2, of its peak",
+    "SM: Pipe Tensor Cycles Active": "tensor cores, of their cycles",
     "Executed Ipc Active": "instructions a cycle",
 }
 STALL, MOST_STALLS = "Stall ", 5
-TENSOR = ("tensor", "hmma", "gmma")
+SAMPLES, WAITS = "# Samples", "stall_"  # columns of ncu's table of instructions
 RUNS = 3  # of the op; the last call is profiled, after everything has compiled
 
 
-def profile_command(what: str, *, case: str = "", generate: Sequence[str] = (), json_file: Path | None = None) -> int:
+def profile_command(what: str, *, case: str = "", lines: int = 0, generate: Sequence[str] = (), json_file: Path | None = None) -> int:
     """Profiles an op's case, or a generation. Returns the exit code of the profiler.
 
     what: an op, or "generate". case: text in the name of a benchmark case of the op; the first case
-        that has it. generate: the options of `tilewright generate`.
+        that has it. lines: of each kernel also so many instructions at which its warps wait most.
+        generate: the options of `tilewright generate`.
     Raises: ValueError for an unknown op or case; FileNotFoundError that says how to install the
         profiler.
     """
@@ -68,7 +71,7 @@ def profile_command(what: str, *, case: str = "", generate: Sequence[str] = (), 
         (op,) = ops.named([what])
         problem = _problem(op, case)
         console.print(f"{what} {case_name(problem)}", style="bold")
-        found = _kernels(what, case_name(problem))
+        found = _kernels(what, case_name(problem), lines)
         for kernel in found:
             _show_kernel(console, kernel)
         _show_roof(console, problem, found)
@@ -93,12 +96,19 @@ def _problem(op: ModuleType, case: str) -> Any:
     return found
 
 
-def _kernels(op: str, case: str) -> list[dict[str, Any]]:
+def _kernels(op: str, case: str, lines: int) -> list[dict[str, Any]]:
     """What ncu counted for each kernel of the last run."""
     mine = [sys.executable, "-m", "tilewright.bench.profile", op, case]
     sections = [word for section in SECTIONS for word in ("--section", section)]
     marked = ("--nvtx", "--nvtx-include", "profiled/")
-    return kernels_of(_run([tool("ncu"), "--csv", "--page", "details", "--print-details", "all", *marked, *sections, *mine]))
+    with tempfile.TemporaryDirectory(prefix="tilewright-profile-") as folder:
+        file = str(Path(folder, "op.ncu-rep"))
+        _run([tool("ncu"), "--export", file, *marked, *sections, *mine])
+        found = kernels_of(_run([tool("ncu"), "--import", file, "--csv", "--page", "details", "--print-details", "all"]))
+        if lines:
+            for kernel, waits in zip(found, waits_of(_run([tool("ncu"), "--import", file, "--csv", "--page", "source"]), lines), strict=True):
+                kernel["lines"] = waits
+    return found
 
 
 def _generation(options: Sequence[str]) -> list[dict[str, Any]]:
@@ -132,21 +142,50 @@ def _rows(text: str, first: str) -> Iterable[dict[str, str]]:
 
 def kernels_of(text: str) -> list[dict[str, Any]]:
     """ncu's CSV (one line a counter) as one dictionary a launch: its name, the numbers of
-    `NUMBERS`, what the tensor cores did, and its stalls, largest first.
+    `NUMBERS` in their order, and its stalls, largest first.
     """
     found: dict[str, dict[str, Any]] = {}
     for row in _rows(text, "Metric Name"):
-        kernel = found.setdefault(row["ID"], {"kernel": row["Kernel Name"], "numbers": {}, "tensor": {}, "stalls": {}})
-        name, value = row["Metric Name"], f"{row['Metric Value']} {row['Metric Unit']}".strip()
+        kernel = found.setdefault(row["ID"], {"kernel": _plain_name(row["Kernel Name"]), "numbers": {}, "stalls": {}})
+        name = row["Metric Name"]
         if name in NUMBERS:
-            kernel["numbers"].setdefault(NUMBERS[name], value)
-        elif any(word in name.lower() for word in TENSOR):
-            kernel["tensor"][name] = value
+            kernel["numbers"].setdefault(NUMBERS[name], f"{row['Metric Value']} {row['Metric Unit']}".strip())
         elif name.startswith(STALL):
             kernel["stalls"][name.removeprefix(STALL).lower()] = _number(row["Metric Value"])
     for kernel in found.values():
+        kernel["numbers"] = {name: kernel["numbers"][name] for name in NUMBERS.values() if name in kernel["numbers"]}
         kernel["stalls"] = dict(sorted(kernel["stalls"].items(), key=lambda item: -item[1])[:MOST_STALLS])
     return list(found.values())
+
+
+def waits_of(text: str, most: int) -> list[list[dict[str, Any]]]:
+    """ncu's tables of instructions: of each kernel the instructions that most of its samples were
+    at, in the order of the program: their share, why, how often they ran, and what they are.
+    """
+    found = []
+    for table in text.split('"Kernel Name",')[1:]:
+        rows = list(csv.DictReader(io.StringIO(table.partition("\n")[2])))
+        total = sum(_number(row[SAMPLES]) for row in rows) or 1.0
+        worst = sorted(sorted(range(len(rows)), key=lambda i: -_number(rows[i][SAMPLES]))[:most])
+        found.append([_wait(rows[i], i, total) for i in worst])
+    return found
+
+
+def _wait(row: dict[str, str], index: int, total: float) -> dict[str, Any]:
+    why = max((name for name in row if name and name.startswith(WAITS) and "(" not in name), key=lambda name: _number(row[name]), default="")
+    share = round(100 * _number(row[SAMPLES]) / total, 1)
+    return {
+        "line": index,
+        "share_pct": share,
+        "why": why.removeprefix(WAITS),
+        "times": int(_number(row["Instructions Executed"])),
+        "sass": row["Source"].strip(),
+    }
+
+
+def _plain_name(name: str) -> str:
+    """The name of a kernel's function, behind which cuTile puts the types of a launch."""
+    return re.sub(r"_Kt\d+_.*", "", name)
 
 
 def sums_of(text: str) -> list[dict[str, Any]]:
@@ -164,11 +203,20 @@ def _number(text: str) -> float:
 
 def _show_kernel(console: Console, kernel: dict[str, Any]) -> None:
     table = Table(title=f"\n{kernel['kernel']}", title_justify="left", box=None, pad_edge=False, show_header=False)
-    for name, value in {**kernel["numbers"], **kernel["tensor"]}.items():
+    for name, value in kernel["numbers"].items():
         table.add_row(name, value)
     stalls = ", ".join(f"{name} {value:.1f}" for name, value in kernel["stalls"].items())
     table.add_row("stalls, cycles an instruction", stalls or "none told")
     console.print(table)
+    if "lines" in kernel:
+        table = Table(box=None, pad_edge=False, title="where warps wait", title_justify="left")
+        for column in ("line", "share", "times"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("why", no_wrap=True)
+        table.add_column("instruction", overflow="fold")
+        for line in kernel["lines"]:
+            table.add_row(str(line["line"]), f"{line['share_pct']:.1f} %", f"{line['times']:,}", line["why"], line["sass"])
+        console.print(table)
 
 
 def _show_sums(console: Console, found: Sequence[dict[str, Any]]) -> None:
