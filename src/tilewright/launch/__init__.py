@@ -31,6 +31,7 @@ from .decision import (
     decisions as decisions,
     forced_config as forced_config,
     forget_plans as forget_plans,
+    usual as usual,
 )
 from .device import Cost as Cost, Device as Device, chosen_device as chosen_device, require_gpu as require_gpu
 from .environment import warn_of_unknown

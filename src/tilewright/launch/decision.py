@@ -147,6 +147,15 @@ class Decision:
         return bool(configs)
 
 
+def usual(problem: Any, **values: Any) -> None:
+    """For `__post_init__` of a problem: a field that says what its default stands for becomes the
+    default. Then the problem of a call is the one that was timed.
+    """
+    for name, value in values.items():
+        if getattr(problem, name) == value:
+            object.__setattr__(problem, name, type(problem).__dataclass_fields__[name].default)
+
+
 def decision_of(op: Any) -> Decision:
     """The decision of an op's module."""
     decision: Decision = op.DECISION

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...launch import Cost, Device, Launch, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2, usual
 from ...select import Choices, Work
 from ..common.pdl import pdl_behind
 from ..common.sequences import end_of, sample, start_of
@@ -48,6 +48,9 @@ class Problem:
     normalize: bool = True
     codes: bool = False
     softcap: bool = False
+
+    def __post_init__(self) -> None:
+        usual(self, v_dim=self.head_dim)
 
     @property
     def columns(self) -> int:

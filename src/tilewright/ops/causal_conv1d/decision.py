@@ -16,7 +16,13 @@ from .kernels import causal_conv1d_kernel, one_token_kernel
 
 # Of the candidates: tile_m, steps, 16-byte pieces of a thread in a row of a tile, worker warps,
 # occupancy.
-TILES = (*((16, steps, 0.25, 4, 6) for steps in (4, 3, 6, 2, 12, 1)), (8, 8, 0.25, 4, 6), (32, 2, 0.25, 4, 4))
+TILES = (
+    *((16, steps, 0.25, 4, 6) for steps in (4, 3, 6, 2, 12, 1)),
+    (8, 8, 0.25, 4, 6),
+    (32, 2, 0.25, 4, 4),
+    *((8, steps, 0.25, 4, 8) for steps in (4, 3, 8, 12)),
+)
+HOPPER = tuple((16, steps, 0.25, 4, 8) for steps in (2, 3, 4))  # spill on sm_100 and sm_120
 ONE_TOKEN = ((4, 1, 0.25, 4, None), (1, 1, 0.25, 4, None), (1, 1, 0.5, 4, None), (1, 1, 1, 4, None), (2, 1, 1, 4, None))
 OF_START = 250  # operations of a thread before its first tile: weights, addresses
 
@@ -89,7 +95,8 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         for tile_m, tile_n, steps in ((4, CPU_TILE, 3), (2, 128, 1)):
             yield Config(max(least, min(tile_m, next_pow2(p.batch if p.one else p.tokens))), min(whole, tile_n), steps)
         return
-    for tile_m, steps, pieces, warps, occupancy in ONE_TOKEN if p.one else TILES:
+    tiles = ONE_TOKEN if p.one else (*TILES, *HOPPER) if device.arch == "sm_90" else TILES
+    for tile_m, steps, pieces, warps, occupancy in tiles:
         yield Config(tile_m, min(whole, int(pieces * 32 * warps * 16 / p.dtype.itemsize)), steps, occupancy, warps)
 
 
@@ -127,7 +134,7 @@ def work(p: Problem, c: Config, device: Device) -> Work:
     )
 
 
-CHOICES = Choices("causal_conv1d", candidates, legal, work, tie=0.05)
+CHOICES = Choices("causal_conv1d", candidates, legal, work, tie=0.02)
 space = CHOICES.space
 
 

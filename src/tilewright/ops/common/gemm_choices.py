@@ -67,6 +67,11 @@ class Tile:
         """Whether fp32 adds runs of sums of the tensor core."""
         return False
 
+    @property
+    def loads(self) -> str:
+        """Letters for how scales are loaded; empty: by the threads that need them."""
+        return ""
+
     def split_tiles(self, g: "Gemm", device: Device) -> int:
         """Tiles of the last, incomplete wave if they are split along k, else 0."""
         return 0
@@ -265,14 +270,14 @@ def _of_tile(c: Tile, dtype: torch.dtype, scaling: Scaling, fast: bool, tf32: bo
     if dtype in FP8:
         of_scaling = {Scaling.ROW: ("row",), Scaling.BLOCK: ("block",)}.get(scaling, ())
         of_sums = ("runs",) if c.runs else () if fast or scaling is Scaling.BLOCK else ("precise",)
-        more = ("fp8", *of_scaling, *of_sums)
+        more = ("fp8", *of_scaling, *of_sums, *((c.loads,) if c.loads else ()))
     return (shape, *more, *(("gated",) if gated else ()), f"{size}{'b' if scaling is Scaling.BLOCK else ''} {tile_name(c)}"), flops
 
 
 @cache
 def tile_name(c: Tile) -> str:
     """All of a tile that the compiler sees."""
-    how = "".join(letter for letter, on in (("b", c.swap_ab), ("p", c.persistent), ("r", c.runs), (c.form[:1], c.form)) if on)
+    how = "".join(letter for letter, on in (("b", c.swap_ab), ("p", c.persistent), ("r", c.runs), (c.form[:1], c.form), (c.loads, c.loads)) if on)
     rows = "m" if c.swap_ab or c.form == "dot" else c.tile_m
     return f"{rows}x{c.tile_n}+{c.extra}x{c.tile_k} {c.num_ctas or 1}{c.occupancy}{c.num_worker_warps or 0}{c.latency}{how}"
 

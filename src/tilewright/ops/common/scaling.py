@@ -29,6 +29,7 @@ from .tiles import ZERO
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 GROUP = 128  # values that share a scale along k
+LEAST_TMA = 4  # scales: 16 bytes, the least that TMA loads
 
 
 class Scaling(IntEnum):
@@ -123,6 +124,16 @@ def fast_sum(dtype: torch.dtype, out_dtype: torch.dtype, k: int) -> bool:
 def known_scaling(scale_a: Tensor | None, batch_a: bool = False) -> Scaling:
     """The scaling of arguments that `scaling_of` let pass. batch_a: a is a batch."""
     return Scaling.NONE if scale_a is None else Scaling(1 + max(0, scale_a.dim() - batch_a))
+
+
+def plain_scales(scale_a: Tensor | None, scale_b: Tensor | None) -> int:
+    """Of scales by blocks: 0 if their strides let TMA load both, 1 if only those of a, else 2.
+    Others: 0.
+    """
+    for left, scale in ((2, scale_a), (1, scale_b)):
+        if scale is not None and scale.dim() == 2 and (scale.stride(0) != 1 or scale.stride(1) % LEAST_TMA):
+            return left
+    return 0
 
 
 def _fits(scale: Tensor, scaling: Scaling, batch: int | None) -> bool:
@@ -274,34 +285,45 @@ def scales_from(scales, batch, first, WIDTH):
     return ct.gather(scales, (batch, 0, rows), mask=rows < scales.shape[2], padding_value=0, check_bounds=False)
 
 
-def group_scales(scales, batch, group, tile, WIDTH, LATENCY, WHOLE=False):
+def group_scales(scales, batch, group, tile, WIDTH, LATENCY, WHOLE=False, TMA=False):
     """[WIDTH] scales of a tile of a's rows in one group of k (BLOCK).
 
     LATENCY: the hint of the operands' loads in the same loop, 8 at best: with another one the
         compiler keeps two steps in flight instead of six.
     WHOLE: the tile lies inside; unchecked, the load costs a loop of 8 warps a tenth less (1037
         against 934 TFLOP/s, 4096 x 4096 x 7168, H200).
+    TMA: they come as the operands do, where their strides allow it. A number that a thread loads is
+        waited for one step later, however early it is asked for: the compiler passes it from step
+        to step in registers.
     """
-    if WHOLE:
+    if TMA:
+        tile = ct.load(scales, (batch, group, tile), (1, 1, WIDTH), padding_mode=ZERO, latency=LATENCY)
+    elif WHOLE:
         tile = ct.load(scales, (batch, group, tile), (1, 1, WIDTH), check_bounds=False, latency=LATENCY, allow_tma=False)
     else:
         tile = ct.load(scales, (batch, group, tile), (1, 1, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=False)
     return tile.reshape((WIDTH,))
 
 
-def block_scales(scales, batch, group, tile, WIDTH, LATENCY, WHOLE=False):
+def block_scales(scales, batch, group, tile, WIDTH, LATENCY, WHOLE=False, TMA=False):
     """[1], or [WIDTH] if the tile has more than one block: scales of a tile of b's rows in one
     group of k (BLOCK).
 
-    WIDTH: a power of two. LATENCY, WHOLE: as in `group_scales`.
+    WIDTH: a power of two. LATENCY, WHOLE, TMA: as in `group_scales`.
     """
+    if TMA and WIDTH <= GROUP:
+        block = tile // (GROUP // WIDTH)
+        some = ct.load(scales, (batch, group, block // LEAST_TMA), (1, 1, LEAST_TMA), padding_mode=ZERO, latency=LATENCY).reshape((LEAST_TMA,))
+        return ct.sum(ct.where(ct.arange(LEAST_TMA, dtype=ct.int32) == block % LEAST_TMA, some, 0.0), 0, keepdims=True)
     if WIDTH <= GROUP:
         index = (batch, group, tile // (GROUP // WIDTH))
         if WHOLE:
             return ct.load(scales, index, (1, 1, 1), check_bounds=False, latency=LATENCY, allow_tma=False).reshape((1,))
         return ct.load(scales, index, (1, 1, 1), latency=LATENCY, allow_tma=False).reshape((1,))
     shape = (1, 1, WIDTH // GROUP)
-    if WHOLE:
+    if TMA:
+        blocks = ct.load(scales, (batch, group, tile), shape, padding_mode=ZERO, latency=LATENCY)
+    elif WHOLE:
         blocks = ct.load(scales, (batch, group, tile), shape, check_bounds=False, latency=LATENCY, allow_tma=False)
     else:
         blocks = ct.load(scales, (batch, group, tile), shape, padding_mode=ZERO, latency=LATENCY, allow_tma=False)

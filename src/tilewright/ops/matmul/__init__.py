@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...launch import FLOATS, Device, argument_error, as_rows, check_bools, check_tensor, out_or_new, torch_op
-from ..common.scaling import FP8, dequantize, known_scaling, scale_views, scaling_of, torch_product
+from ..common.scaling import FP8, dequantize, known_scaling, plain_scales, scale_views, scaling_of, torch_product
 from .candidates import CHOICES as CHOICES, DECISION as DECISION, space as space
 from .decision import Config as Config, Problem as Problem, plan as plan
 
@@ -108,6 +108,7 @@ def matmul_out(
         residual=residual is not None,
         silu_mul=silu_mul,
         out_scale=out_scale is not None,
+        plain_scales=plain_scales(scale_a, scale_b),
     )
     launches.run(a, b, *scale_views(scale_a, scale_b), bias, residual, None if out_scale is None else out_scale.view(1), out)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...launch import Cost, Device, Launch
+from ...launch import Cost, Device, Launch, usual
 from ..common.gemm_choices import Gemm, Split, use_pdl
 from ..common.scaling import FAST_SUM, FP8, Scaling, most_fast, random_codes, random_scales, scale_shapes
 from .fused_kernel import matmul_fused_kernel
@@ -25,7 +25,7 @@ class Problem:
     stored transposed.
 
     out_dtype: None for the dtype of a, bf16 for 8-bit ones. silu_mul: out has n / 2 columns.
-        Scaling: see ops/common/scaling.py.
+        Scaling: see ops/common/scaling.py, and `plain_scales` there.
     """
 
     m: int
@@ -41,6 +41,10 @@ class Problem:
     residual: bool = False
     silu_mul: bool = False
     out_scale: bool = False
+    plain_scales: int = 0
+
+    def __post_init__(self) -> None:
+        usual(self, out_dtype=torch.bfloat16 if self.dtype in FP8 else self.dtype)
 
     @property
     def stored(self) -> torch.dtype:
@@ -86,7 +90,8 @@ class Problem:
         options: dict[str, Any] = {}
         if self.scaling:
             shapes = scale_shapes(self.scaling, self.m, self.n, self.k)
-            options["scale_a"], options["scale_b"] = (random_scales(shape, device, scaling=self.scaling) for shape in shapes)
+            scales = [random_scales(shape, device, scaling=self.scaling) for shape in shapes]
+            options["scale_a"], options["scale_b"] = (x.contiguous() if self.plain_scales > 1 - i else x for i, x in enumerate(scales))
         if self.residual:
             options["residual"] = outer(self.m, self.n // 2 if self.silu_mul else self.n)
         if self.silu_mul:
@@ -116,11 +121,13 @@ class Config(Split):
         bf16 outputs and longer k.
     moved: the last tiles begin earlier, so that they end with the output. Of 16-bit operands, or of
         8-bit ones with k last in both.
+    tma_scales: of scales by blocks: 1: TMA brings those of a; 2: those of b too.
     """
 
     dot: bool = False
     fast_runs: bool = False
     moved: bool = False
+    tma_scales: int = 0
 
     @property
     def form(self) -> str:
@@ -131,6 +138,11 @@ class Config(Split):
     def runs(self) -> bool:
         """See Tile."""
         return self.fast_runs
+
+    @property
+    def loads(self) -> str:
+        """See Tile."""
+        return ("", "t", "tt")[self.tma_scales]
 
     def whole(self, p: Problem) -> bool:
         """A block has one row's k at once: its weights can come while the launch before ends."""

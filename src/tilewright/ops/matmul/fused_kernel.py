@@ -42,6 +42,7 @@ def matmul_fused_kernel(
     RESIDUAL: ct.Constant[bool],
     SILU_MUL: ct.Constant[bool],
     OUT_SCALE: ct.Constant[bool],
+    TMA_SCALES: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
     """out = residual + out_scale * f(scales * (a @ b) + bias), a tile at a time; f: nothing, or
@@ -55,6 +56,7 @@ def matmul_fused_kernel(
     says. With BLOCK a step may have several groups (TILE_K).
     EVEN_M, EVEN_N: the tiles end with the rows of a, of b (BLOCK: then scales are loaded unchecked,
         a tenth faster).
+    TMA_SCALES: of BLOCK: 1: TMA brings the scales of a; 2: those of b too.
     """
     pdl_overlap(PERSISTENT)
     columns = out.shape[1] * 2 if SILU_MUL else out.shape[1]
@@ -94,8 +96,8 @@ def matmul_fused_kernel(
                     for i in ct.static_iter(range(groups)):
                         x, w = operands(tile_m, tile_n, step * groups + i)
                         k_group = (step * groups + i) * deep // GROUP
-                        rows = group_scales(scale_a, 0, k_group, tile_m, TILE_M, LATENCY, EVEN_M)
-                        cols = block_scales(scale_b, 0, k_group, tile_n, TILE_N, LATENCY, EVEN_N)
+                        rows = group_scales(scale_a, 0, k_group, tile_m, TILE_M, LATENCY, EVEN_M, TMA_SCALES > 0)
+                        cols = block_scales(scale_b, 0, k_group, tile_n, TILE_N, LATENCY, EVEN_N, TMA_SCALES > 1)
                         if SWAP_AB:
                             acc = add_scaled(acc, w, x.transpose(), cols, rows)
                         else:

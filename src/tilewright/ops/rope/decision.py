@@ -9,7 +9,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2, usual
 from ...select import Choices, Work
 from ..common.rows import REGISTERS, THREADS, threads
 from .kernels import rope_kernel, rope_positions_kernel
@@ -35,6 +35,9 @@ class Problem:
     heads_inside: bool = True
     interleaved: bool = False
     from_positions: bool = False
+
+    def __post_init__(self) -> None:
+        usual(self, rotary_dim=self.head_dim)
 
     @property
     def rotated(self) -> int:

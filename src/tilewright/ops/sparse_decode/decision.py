@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...launch import Cost, Device, Launch, next_pow2
+from ...launch import Cost, Device, Launch, next_pow2, usual
 from ...select import Choices, Work
 from .. import attention_decode as decode
 from ..attention_decode.decision import fitted, work as attention_work
@@ -51,6 +51,9 @@ class Problem:
     has_length: bool = False
     sinks: bool = False
     return_lse: bool = False
+
+    def __post_init__(self) -> None:
+        usual(self, v_dim=min(self.head_dim, 512))
 
     @property
     def columns(self) -> int:

@@ -52,6 +52,7 @@ small = [
     Problem(5, 48, 96, E4M3, scaling=TENSOR),
     Problem(70, 130, 272, E4M3, scaling=ROW, bias=True),
     Problem(33, 200, 300, E4M3, scaling=BLOCK),
+    Problem(40, 136, 272, E4M3, scaling=BLOCK, plain_scales=2),
     Problem(140, 144, 384, E5M2, scaling=BLOCK, out_dtype=FP16),
     Problem(20, 144, 264, E4M3, scaling=BLOCK, out_dtype=FP32),
     Problem(130, 64, 64, E4M3, trans_b=False, scaling=ROW, out_dtype=FP16),
@@ -88,6 +89,7 @@ real = [
     Problem(320, 32_576, 7168, E4M3, scaling=BLOCK),
     Problem(300, 4096, 2048, E4M3, scaling=ROW, out_dtype=FP32),
     Problem(300, 4096, 2048, E4M3, scaling=BLOCK, silu_mul=True),
+    *(Problem(260, 1040, 2048, E4M3, scaling=BLOCK, plain_scales=some) for some in (1, 2)),
     Problem(1, 28_672, 4096, BF16, silu_mul=True),  # Llama-3.1-8B gate and up
     Problem(1, 4096, 4096, BF16, residual=True),
     Problem(2, 4096, 14_336, BF16),
