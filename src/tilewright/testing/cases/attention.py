@@ -78,6 +78,7 @@ bench += [
     Problem(4, 16, 8, 4096, 4096, 256, BF16, softcap=50.0),
     Problem(4, 64, 8, 4096, 4096, 64, BF16, window=128, has_sinks=True),
     Problem(4, 32, 8, 8192, 8192, 128, BF16, window=1024),
+    Problem(4, 12, 12, 8192, 8192, 64, BF16, window=65, ahead=64),  # ModernBERT
 ]
 
 
