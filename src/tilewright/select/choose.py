@@ -9,7 +9,7 @@ candidates(problem, device)                 the op's data, expanded
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -74,7 +74,7 @@ class Choices(Generic[P, C]):
         """The configs worth timing, the untuned default first; none if the device can't run the
         problem.
         """
-        return ordered(self, self.bucket(problem, device) if self.bucket else problem, device)
+        return _ordered_once(self, self.bucket(problem, device), device) if self.bucket else ordered(self, problem, device)
 
     def decision(
         self, problem: type[P], plan: Callable[[P, C, Device], Sequence[Launch]], arguments: Sequence[str], *, any_length: bool = False
@@ -144,6 +144,9 @@ def ordered(op: Choices[P, C], problem: P, device: Device) -> Ordered[C]:
     return Ordered([legal[i] for i in order], words, op.most)
 
 
+_ordered_once = lru_cache(maxsize=256)(ordered)  # of buckets: a server meets a new size of the same one again and again
+
+
 def has_dtypes(device: Device, problem: Any) -> bool:
     """Whether a problem's fields name no 8-bit float, or the device has them."""
     values = (getattr(problem, field.name) for field in fields(problem))
@@ -168,4 +171,5 @@ def model_of(op: str, device: Device) -> Model:
 def forget() -> None:
     """Reads the data again at the next call: after a fit in this process."""
     model_of.cache_clear()
+    _ordered_once.cache_clear()
     forget_rates()
