@@ -66,8 +66,8 @@ class Prices:
 
 def _waves_us(w: Mapping[str, Array], rates: Rates, rate: Array) -> Array:
     full, rest = np.divmod(w["blocks"], w["resident"])
-    each = _wave_us(w, np.minimum(w["blocks"], w["resident"]), rates, rate, np.zeros(len(rest), bool))
-    last = _wave_us(w, np.maximum(rest, 1), rates, rate, w["persistent"] > 0)
+    blocks = np.array((np.minimum(w["blocks"], w["resident"]), np.maximum(rest, 1)))
+    each, last = _wave_us(w, blocks, rates, rate, np.array((np.zeros(len(rest), bool), w["persistent"] > 0)))
     total = np.maximum(full, 1) * each + np.where((full > 0) & (rest > 0), last, 0.0)
     # Long and short blocks take turns: no whole waves, but the longest may end alone.
     ragged = w["ragged"]
@@ -76,8 +76,8 @@ def _waves_us(w: Mapping[str, Array], rates: Rates, rate: Array) -> Array:
 
 
 def _wave_us(w: Mapping[str, Array], n: Array, rates: Rates, rate: Array, behind: Array) -> Array:
-    """One wave of n blocks. rate: of the MMA, flop/us. behind: it begins under the end of
-    another.
+    """One wave of n blocks, of several such waves a row each. rate: of the MMA, flop/us. behind: it
+    begins under the end of another.
     """
     width = np.maximum(1, w["resident"] // w["per_sm"])
     on_sm = np.minimum(w["per_sm"], np.ceil(n / width))
@@ -100,11 +100,11 @@ def _wave_us(w: Mapping[str, Array], n: Array, rates: Rates, rate: Array, behind
     life = _largest(one, fill, np.maximum(alone, shared * width / n)) + own
     time = np.where(on_sm == 1, bound + own, np.maximum(bound, life))
     # The last tiles of persistent blocks start under the end of those before, where memory binds.
-    hidden = np.maximum(_largest(compute, fills, np.zeros(len(n))) + own, each * n / rates["dram"])
+    hidden = np.maximum(_largest(compute, fills, 0.0) + own, each * n / rates["dram"])
     return np.asarray(np.where(behind, hidden, time))
 
 
-def _largest(compute: Array, fill: Array, memory: Array) -> Array:
+def _largest(compute: Array, fill: Array, memory: Array | float) -> Array:
     total: Array = (compute**SHARP + fill**SHARP + memory**SHARP) ** (1 / SHARP)
     return total
 
