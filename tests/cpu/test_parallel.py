@@ -100,7 +100,9 @@ def found_by_all(group: Group, device: torch.device) -> list[dict[str, Any]]:
 
 
 def one_and_two() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What one process finds, then two that are forked from it: they have its kernels."""
+    """What one process finds, then two that are forked from it: they have its kernels. It has those
+    of the process that runs the tests.
+    """
     torch.set_num_threads(1)  # threads would not be there in a fork
     one: dict[str, Any] = {name: found(None, name) for name in CASES} | {name: found_small(None, name) for name in SMALL}
     return one, run_ranks(found_by_all, ranks=2, device="cpu", start="fork")
@@ -108,7 +110,7 @@ def one_and_two() -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def both() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
         return pool.submit(one_and_two).result()
 
 
