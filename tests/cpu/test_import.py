@@ -36,16 +36,30 @@ def test_the_docstring_lists_every_op_in_a_group_and_nothing_else():
     assert sorted(listed) == sorted(own)
 
 
-def test_dir_shows_the_ops_and_the_front_doors_and_nothing_else():
+@pytest.fixture(scope="module")
+def imported() -> subprocess.CompletedProcess[str]:
+    """A new process that prints its names, then what the command line has imported that it need
+    not.
+    """
+    code = (
+        "import tilewright, sys; print(*(n for n in vars(tilewright) if not n.startswith('_'))); import tilewright.cli\n"
+        "print(*(m for m in ('transformers', 'matplotlib', 'tilewright.models', 'tilewright.bench') if m in sys.modules))"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | {"TILEWRIGHT_CHEK": "1"})
+
+
+def test_dir_shows_the_ops_and_the_front_doors_and_nothing_else(imported: subprocess.CompletedProcess[str]) -> None:
     own = {public_function(op).__name__ for op in ops.ALL} | {"cascade_decode", "grouped_gemm_list", "pack_kv", "unpack_kv"}
     assert set(dir(tilewright)) == own | BESIDE_OPS
     for name in dir(tilewright):
         assert getattr(tilewright, name) is not None
-    code = "import tilewright, sys; print(*(n for n in vars(tilewright) if not n.startswith('_')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | {"TILEWRIGHT_CHEK": "1"})
-    assert done.stderr.count("TILEWRIGHT_CHEK (TILEWRIGHT_CHECK is one)") == 1
-    names = set(done.stdout.split())
-    assert names - set(dir(tilewright)) == {"launch", "ops", "select"}  # packages of its own: Python puts them there
+    names, _ = imported.stdout.splitlines()
+    assert imported.stderr.count("TILEWRIGHT_CHEK (TILEWRIGHT_CHECK is one)") == 1
+    assert set(names.split()) - set(dir(tilewright)) == {"launch", "ops", "select"}  # packages of its own: Python puts them there
+
+
+def test_no_heavy_import_before_a_verb_runs(imported: subprocess.CompletedProcess[str]) -> None:
+    assert imported.stdout.splitlines()[1] == ""
 
 
 def test_help_lists_every_name_by_group():
