@@ -79,6 +79,6 @@ def inference():
     """No gradients, and the same random numbers on every run."""
     import torch
 
-    torch.manual_seed(11)
+    torch.default_generator.manual_seed(11)  # torch.manual_seed asks for every other device: 0.2 ms a test
     with torch.inference_mode():
         yield
