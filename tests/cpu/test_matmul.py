@@ -17,6 +17,7 @@ from tilewright.launch import Device, counted, forced_config, traced
 from tilewright.ops import bmm, matmul as op
 from tilewright.ops.common.scaling import FAST_SUM, Scaling, plain_scales
 from tilewright.ops.matmul import Config, Problem, matmul
+from tilewright.ops.matmul.candidates import spill
 from tilewright.testing import check_op, run_op
 from tilewright.testing.cases import cases
 from tilewright.testing.cases.matmul import HEADS, LLAMA_31_8B, QWEN2_7B
@@ -445,3 +446,13 @@ def test_scales_by_blocks_come_by_tma_where_their_strides_allow_it():
     assert [plain_scales(a, b) for a, b in ((ragged, whole), (whole, ragged), (whole, whole))] == [2, 1, 0]
     assert plain_scales(torch.ones(()), torch.ones(())) == plain_scales(None, None) == 0, "others have none"
     assert not [c for c in op.space(problem, Device.named("B200")) if c.tma_scales], "timed on Hopper only"
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(141, 16_384, 53_248), (200, 8192, 28_672), (493, 3072, 23_040)])
+def test_two_sums_for_an_output_fit_the_registers_of_the_default(m, n, k):
+    """141 rows took 775 us by a tile that spills, and 313 by one whose blocks share k (H200)."""
+    problem = Problem(m, n, k, torch.float8_e4m3fn, scaling=Scaling.TENSOR)
+    both = Config(128, 128, 128, swap_ab=True, num_worker_warps=4, extra_n=16)
+    assert spill(problem, both, H200) > 100, "what the compiler makes is 160"
+    assert spill(replace(problem, k=8192), both, H200) == 0, "one sum"
+    assert spill(problem, op.space(problem, H200)[0], H200) == 0

@@ -131,7 +131,8 @@ def _tiles_of_text(text: str, g: Gemm, device: Device, config: type[C], least: i
             yield changed(c, persistent=True)
         left = tiles % resident
         if ("s" in how or least) and isinstance(c, Split) and left and tiles < MOST_SPLIT_WAVES * resident:
-            fitting = [parts for parts in PARTS if parts >= least and parts * left <= 2 * resident and parts * LEAST_PART <= g.k]
+            waves = MOST_SPLIT_WAVES if least else 2
+            fitting = [parts for parts in PARTS if parts >= least and parts * left <= waves * resident and parts * LEAST_PART <= g.k]
             fitting.sort(key=lambda parts: -(-parts * left // resident) / parts)  # how long the last wave takes
             yield from (changed(c, split_k=parts) for parts in fitting[:2])
 

@@ -64,6 +64,11 @@ def spill(p: Problem, c: Config, device: Device) -> int:
         return 64 * ((p.residual or p.silu_mul) and (c.persistent or area > 64 * 128))
     if device.arch in ("sm_120", "sm_121"):
         return 64 * ((p.residual or p.silu_mul) and c.persistent and area > 64 * 128)
+    if device.arch == "sm_90" and p.dtype in FP8 and p.scaling is not Scaling.BLOCK and not (c.fast_runs or p.gemm.fast(c, device)):
+        # Each sum of the tensor core has one in fp32 beside it. Where both do not fit, the loop
+        # spills and keeps a third of its steps in flight.
+        warps = c.num_worker_warps or 4
+        return max(0, 3 * (2 * area // (32 * warps * (c.num_ctas or 1)) - (240 if warps == 4 else 200)))
     if device.arch == "sm_90" and c.num_worker_warps == 4 and area >= 128 * 128:
         return 64 * (p.scaling is Scaling.ROW or p.silu_mul or (p.bias and c.persistent))
     return 0
