@@ -9,9 +9,9 @@ package.
 MODEL is a folder of a transformers model or a GGUF file; by default the SmolLM2-135M-Instruct of
 `make demo`, whose Q4_1 weights, widened to bf16, are then the model that all formats are measured
 against. Linear weights whose rows the format fits are rounded, here and there, and widened again;
-the model runs in fp32, so that only the weights differ. KL(bf16 || rounded) is the mean over the
-tokens of a text. Nothing is calibrated. Exits with 1 if one of ours is more than 2 % above its
-reference.
+the model runs in fp32, so that only the weights differ. The head keeps its 16 bits, but in the rows
+of formats with "head=". KL(bf16 || rounded) is the mean over the tokens of a text. Nothing is
+calibrated. Exits with 1 if one of ours is more than 2 % above its reference.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from tilewright.models.quantized import KEPT_WIDE
 from tilewright.ops.common.weight_formats import E4M3, FORMATS, INT4, INT8, QuantizedWeight, WeightFormat, format_named
 
 ALLOWED = 1.02
+HEADS = ("head=int8", "head=e4m3", "int4-32,head=int8")  # as `weights=` of `tilewright.load` names them
 README = Path(__file__).resolve().parent.parent / "README.md"
 Rounding = Callable[[Tensor], Tensor]
 
@@ -149,14 +150,16 @@ def _nvfp4(weight: Tensor) -> Tensor:
     return fake_quantize(weight.float(), scale, zero, args, global_scale=whole)
 
 
-def divergence(model: Any, wide: Tensor, ids: Tensor, rounding: Rounding, multiple: int) -> float:
+def divergence(model: Any, wide: Tensor, ids: Tensor, rounding: Rounding | None, multiple: int = 1, of_head: Rounding | None = None) -> float:
     """KL of a model's tokens from log-probabilities `wide`, with its Linear weights rounded, those
-    whose rows have a multiple of so many.
+    whose rows have a multiple of so many, and its head, no longer tied to the embedding.
     """
     rounded = copy.deepcopy(model)
     with torch.no_grad():
-        for module in (module for module in linears(rounded) if module.in_features % multiple == 0):
+        for module in (module for module in linears(rounded) if rounding and module.in_features % multiple == 0):
             module.weight.copy_(rounding(module.weight.to(torch.bfloat16)))
+        if of_head:
+            rounded.lm_head.weight = torch.nn.Parameter(of_head(rounded.lm_head.weight.to(torch.bfloat16)))
         found = rounded(ids).logits.log_softmax(-1)
     return float((wide.exp() * (wide - found)).sum(-1).mean())
 
@@ -186,6 +189,23 @@ def compare(model: Any, ids: Tensor) -> Iterator[dict[str, Any]]:
         row = {"format": name, "kept_as": kept.name, "bits": round(bits, 2), "share": round(share, 3), "kl": kl, "reference": who}
         if of is None:
             row["difference"] = float((mine(fit[0]) - theirs(fit[0])).norm() / theirs(fit[0]).norm())
+        yield row | {"reference_kl": reference_kl, "ratio": kl / reference_kl}
+    yield from heads(model, wide, ids)
+
+
+def heads(model: Any, wide: Tensor, ids: Tensor) -> Iterator[dict[str, Any]]:
+    """Rows of formats that round the head too, or only it. share: of the other Linear modules."""
+    for name in HEADS:
+        of_others, _, of_head = name.rpartition("head=")
+        others, head = (FORMATS.get(of.rstrip(",")) for of in (of_others, of_head))
+        assert head is not None
+        who, theirs = reference(head) or ("", None)
+        kl, reference_kl = (
+            divergence(model, wide, ids, others and rounding_of(others), others.multiple if others else 1, head_rounding)
+            for rounding_of, head_rounding in ((ours, ours(head)), (lambda of: reference(of)[1], theirs))  # type: ignore[index]  # each has one
+        )
+        bits = 8 * (others or head).size_bytes(64, 8192) / (64 * 8192)
+        row = {"format": name, "kept_as": name, "bits": round(bits, 2), "share": float(others is not None), "kl": kl, "reference": who}
         yield row | {"reference_kl": reference_kl, "ratio": kl / reference_kl}
 
 

@@ -36,7 +36,7 @@ Weights = Annotated[
     str | None,
     option(
         "--weights",
-        "First quantise a 16-bit model: int4-128, or with its head int4-128,head=e4m3 (see `quantize`). gguf: keep a .gguf file's own.",
+        "First quantise a 16-bit model: int4-128, or with its head int4-128,head=int8 (see `quantize`). gguf: keep a .gguf file's own.",
         metavar="FORMAT",
     ),
 ]

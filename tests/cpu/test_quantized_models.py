@@ -443,5 +443,5 @@ def test_logits_move_no_more_than_with_a_reference_quantiser(monkeypatch: pytest
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}  # enough weights that no luck decides
     rows = list(quality.compare(small(**sizes), torch.randint(64, (8, 64))))
-    assert {row["format"] for row in rows} == (FORMATS.keys() | {f"gguf {kind}" for kind in KEPT}) - {"nvfp4"}
+    assert {row["format"] for row in rows} == (FORMATS.keys() | {f"gguf {kind}" for kind in KEPT} | {*quality.HEADS}) - {"nvfp4"}
     assert all(row["ratio"] < quality.ALLOWED for row in rows), rows

@@ -109,7 +109,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
             group: the processes that share the model; `load` gave each of them a shard. All must
                 make the same calls with the same arguments, and they get the same tokens.
             weights: quantise the model's Linear modules, except the head, to this format
-                (`FORMATS`), rounded to nearest; the head too with "int4-128,head=e4m3". The
+                (`FORMATS`), rounded to nearest; the head too with "int4-128,head=int8". The
                 original modules are kept in host memory, and `close()` puts them back. A model
                 that is already quantised runs as it is.
             draft: a smaller model with the same vocabulary, on the same device, that proposes

@@ -68,7 +68,7 @@ def load(  # noqa: PLR0913 options by keyword
         layers: how many layers to build, from the first; 0 builds all.
         trust_remote_code: run Python code from the folder, which can do anything that you can.
         weights: quantise the Linear modules, except the head, to this format (`FORMATS`), rounded
-            to nearest; the head too with "int4-128,head=e4m3"; a shard's before it is taken. "gguf"
+            to nearest; the head too with "int4-128,head=int8"; a shard's before it is taken. "gguf"
             keeps the quantised matrices of a .gguf file small instead (docs/models.md).
     Raises:
         ModelFileError: a ValueError: the files are broken, incomplete or not trusted.

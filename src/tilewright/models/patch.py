@@ -126,7 +126,7 @@ def patch(
             all.
         skip: the kinds to leave alone.
         weights: quantise the model's Linear modules, except the head, to this format (`FORMATS`),
-            rounded to nearest; the head too with "int4-128,head=e4m3". The originals are kept in
+            rounded to nearest; the head too with "int4-128,head=int8". The originals are kept in
             host memory for `undo()`, which puts them where the model is by then.
         kv_dtype: "fp8": the pages of continuous batching hold keys and values as e4m3, with a scale
             for each token and head (docs/serving.md). Caches of `generate` keep the model's dtype.

@@ -2,7 +2,7 @@
 
 Every `nn.Linear` of a model is quantised, and the experts of mixtures. Not so the up-projection of
 MLA's latents, which the engine applies as it lies, and the head, which decides between tokens,
-unless a format is named for it: "int4-128,head=e4m3". Embeddings, norms and routers keep their 16
+unless a format is named for it: "int4-128,head=int8". Embeddings, norms and routers keep their 16
 bits.
 """
 
@@ -165,7 +165,7 @@ def quantize(
 
 
 def formats_of(weights: str, what: str = "weight_format", also: tuple[str, ...] = ()) -> tuple[str, str | None]:
-    """Of a model's matrices and of its head, None for 16 bits: "int4-128" or "int4-128,head=e4m3".
+    """Of a model's matrices and of its head, None for 16 bits: "int4-128" or "int4-128,head=int8".
 
     also: words that may stand alone, beside `FORMATS`. Raises: ValueError for another name, of
     `what`.
