@@ -36,7 +36,8 @@ from tilewright.models.quantized import KEPT_WIDE
 from tilewright.ops.common.weight_formats import E4M3, FORMATS, INT4, INT8, QuantizedWeight, WeightFormat, format_named
 
 ALLOWED = 1.02
-HEADS = ("head=int8", "head=e4m3", "int4-32,head=int8")  # as `weights=` of `tilewright.load` names them
+# Of the other matrices, "" for 16 bits, and of the head.
+HEADS = {"head=int8": ("", "int8"), "head=e4m3": ("", "e4m3"), "int4-32,head=int8": ("int4-32", "int8")}
 README = Path(__file__).resolve().parent.parent / "README.md"
 Rounding = Callable[[Tensor], Tensor]
 
@@ -195,18 +196,21 @@ def compare(model: Any, ids: Tensor) -> Iterator[dict[str, Any]]:
 
 def heads(model: Any, wide: Tensor, ids: Tensor) -> Iterator[dict[str, Any]]:
     """Rows of formats that round the head too, or only it. share: of the other Linear modules."""
-    for name in HEADS:
-        of_others, _, of_head = name.rpartition("head=")
-        others, head = (FORMATS.get(of.rstrip(",")) for of in (of_others, of_head))
-        assert head is not None
-        who, theirs = reference(head) or ("", None)
-        kl, reference_kl = (
-            divergence(model, wide, ids, others and rounding_of(others), others.multiple if others else 1, head_rounding)
-            for rounding_of, head_rounding in ((ours, ours(head)), (lambda of: reference(of)[1], theirs))  # type: ignore[index]  # each has one
-        )
-        bits = 8 * (others or head).size_bytes(64, 8192) / (64 * 8192)
-        row = {"format": name, "kept_as": name, "bits": round(bits, 2), "share": float(others is not None), "kl": kl, "reference": who}
+    for name, (others, head) in HEADS.items():
+        who, *of_head = _both(FORMATS[head])
+        _, *of_others = _both(FORMATS[others]) if others else ("", None, None)
+        multiple = FORMATS[others].multiple if others else 1
+        kl, reference_kl = (divergence(model, wide, ids, *both) for both in zip(of_others, (multiple, multiple), of_head, strict=True))
+        bits = 8 * FORMATS[others or head].size_bytes(64, 8192) / (64 * 8192)
+        row = {"format": name, "kept_as": name, "bits": round(bits, 2), "share": float(bool(others)), "kl": kl, "reference": who}
         yield row | {"reference_kl": reference_kl, "ratio": kl / reference_kl}
+
+
+def _both(of: WeightFormat) -> tuple[str, Rounding, Rounding]:
+    """The name of a format's reference, which it has; our rounding, and that one's."""
+    found = reference(of)
+    assert found is not None
+    return found[0], ours(of), found[1]
 
 
 def main() -> int:

@@ -163,7 +163,7 @@ MUTANTS = [
     Mutant("ops/ssd/kernels.py", "        return ct.load(STATE_ROWS, (seq,), ())\n    return seq", "        return seq\n    return seq", "cpu/test_ssd.py"),
     Mutant("ops/ssd/kernels.py", "place = ct.cdiv(end - first, SEGMENT * CHUNK), first // (SEGMENT * CHUNK) + seq", "place = ct.cdiv(end - first, SEGMENT * CHUNK), first // (SEGMENT * CHUNK)", "cpu/test_ssd.py"),
     Mutant("ops/common/scaling.py", "== block % LEAST_TMA, some, 0.0)", "== 0, some, 0.0)", of_op("matmul")),
-    Mutant("ops/common/scaling.py", "or scale.stride(1) % LEAST_TMA):", "):", "cpu/test_matmul.py"),
+    Mutant("ops/common/scaling.py", "scale.stride(0) != 1 or scale.stride(1) % LEAST_TMA:", "scale.stride(0) != 1:", "cpu/test_matmul_scales.py"),
     Mutant("launch/decision.py", "        if getattr(problem, name) == value:", "        if getattr(problem, name) is None:", "cpu/test_calls.py"),
     Mutant("ops/gated_delta_rule/kernels.py", "    delta = (v - decay * of_k * seen) * (beta * of_k)", "    delta = (v - of_k * seen) * (beta * of_k)", "cpu/test_linear_attention.py"),
     Mutant("ops/gated_delta_rule/kernels.py", "    below = ct.where(i // 16 > j // 16, -a, 0.0)", "    below = ct.where(i // 16 > j // 16 + 1, -a, 0.0)", "cpu/test_linear_attention.py"),

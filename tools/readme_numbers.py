@@ -197,7 +197,9 @@ def quality(rows: list[dict]) -> str:
     lines = ["| format | bits | of the weights | KL, ours | KL, reference | ours over it | the reference |", "|---|---|---|---|---|---|---|"]
     for r in found:
         kls = f"{r['kl']:.4f} | {r['reference_kl']:.4f} | {r['ratio']:.2f}"
-        of = " and ".join([*([f"{100 * r['share']:.0f} %"] if r["share"] else []), *(["the head"] if "head=" in r["format"] else [])])
+        of = f"{100 * r['share']:.0f} %" if r["share"] else ""
+        if "head=" in r["format"]:
+            of += " and the head" if of else "the head"
         lines.append(f"| `{r['format']}` | {r['bits']:g} | {of} | {kls} | {r['reference']} |")
     return "\n".join([*lines, "", prose(f"{found[0]['date']}, on a CPU in fp32: `{found[0]['command']}`.")])
 

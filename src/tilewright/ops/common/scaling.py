@@ -130,8 +130,10 @@ def plain_scales(scale_a: Tensor | None, scale_b: Tensor | None) -> int:
     """Of scales by blocks: 0 if their strides let TMA load both, 1 if only those of a, else 2.
     Others: 0.
     """
+    if scale_a is None or scale_b is None or scale_a.dim() != 2:
+        return 0
     for left, scale in ((2, scale_a), (1, scale_b)):
-        if scale is not None and scale.dim() == 2 and (scale.stride(0) != 1 or scale.stride(1) % LEAST_TMA):
+        if scale.stride(0) != 1 or scale.stride(1) % LEAST_TMA:
             return left
     return 0
 
