@@ -54,20 +54,26 @@ def turned(x):
     return ct.permute(x, (0, 2, 1))
 
 
-def powers(below, t, blocks):
-    """From inverses t of blocks on the diagonal that of all: t (I + m + m^2 + ..) of m = below t.
-
-    below: minus what is left of the blocks. The left factors of products stay in registers.
-    """
-    m = ct.mma(below.astype(ct.float16), t.astype(ct.float16), nothing(t)).astype(ct.float16)
+def corners(own, below, beta, blocks):
+    """As `inverses`, of the blocks on the diagonal alone."""
+    i, j = ct.arange(16, dtype=ct.int32)[None, :, None], ct.arange(16, dtype=ct.int32)[None, None, :]
+    near = i // 4 == j // 4
+    row, column = beta.reshape((blocks, 16, 1)), beta.reshape((blocks, 1, 16))
+    alone = ct.where(i == j, column, 0.0)
+    of_two = (alone + ct.where(near & (i > j), own, 0.0) * -(row * column)).astype(ct.float16)
+    m = (ct.where(near & (i < j), -own, 0.0) * row).astype(ct.float16)  # transposed, as is the next
+    of_three = ct.mma(of_two, turned(m), alone).astype(ct.float16)
+    t, of_t = ct.mma(of_three, turned(m), alone), ct.mma(m, turned(of_three), alone).astype(ct.float16)
+    m = ct.mma(of_t, turned(below), nothing(t)).astype(ct.float16)
     x = t
-    for _ in ct.static_iter(range(blocks - 1)):
-        x = ct.mma(x.astype(ct.float16), m, t)
+    for _ in ct.static_iter(range(3)):
+        x = ct.mma(x.astype(ct.float16), turned(m), t)
     return x
 
 
-def inverse(own, a, beta, CHUNK):
-    """(I + diag(beta) a)^-1 diag(beta), of the part of `a` [CHUNK, CHUNK] below its diagonal.
+def inverses(own, a, betas, CHUNK):
+    """(I + diag(beta) a)^-1 diag(beta), of the part of `a` [CHUNK, CHUNK] below its diagonal, for
+    each beta of a tuple.
 
     own [blocks, 16, 16]: the blocks of `a` on its diagonal, symmetric. First for blocks of 4 there,
     then of 16, then for all: powers of more than four blocks would grow, over a chunk to
@@ -77,22 +83,22 @@ def inverse(own, a, beta, CHUNK):
     """
     blocks = CHUNK // 16
     i, j = ct.arange(16, dtype=ct.int32)[None, :, None], ct.arange(16, dtype=ct.int32)[None, None, :]
-    near = i // 4 == j // 4
-    row, column = beta.reshape((blocks, 16, 1)), beta.reshape((blocks, 1, 16))
-    alone = ct.where(i == j, column, 0.0)
-    of_two = (alone + ct.where(near & (i > j), own, 0.0) * -(row * column)).astype(ct.float16)
-    m = (ct.where(near & (i < j), -own, 0.0) * row).astype(ct.float16)  # transposed, as is the next
-    of_three = ct.mma(of_two, turned(m), alone).astype(ct.float16)
-    t, of_t = ct.mma(of_three, turned(m), alone), ct.mma(m, turned(of_three), alone).astype(ct.float16)
     below = ct.where(i // 4 > j // 4, -own, 0.0).astype(ct.float16)
-    m = ct.mma(of_t, turned(below), nothing(t)).astype(ct.float16)
-    x = t
-    for _ in ct.static_iter(range(3)):
-        x = ct.mma(x.astype(ct.float16), turned(m), t)
+    xs: tuple = ()
+    for beta in ct.static_iter(betas):
+        xs = (*xs, corners(own, below, beta, blocks))
     p, r = ct.arange(blocks, dtype=ct.int32)[:, None, None, None], ct.arange(blocks, dtype=ct.int32)[None, None, :, None]
-    t = ct.where(p == r, x.reshape((blocks, 16, 1, 16)), 0.0).reshape((CHUNK, CHUNK))
     i, j = ct.arange(CHUNK, dtype=ct.int32)[:, None], ct.arange(CHUNK, dtype=ct.int32)[None, :]
-    return powers(ct.where(i // 16 > j // 16, -a, 0.0), t, blocks)
+    below = ct.where(i // 16 > j // 16, -a, 0.0).astype(ct.float16)
+    found: tuple = ()
+    for x in ct.static_iter(xs):
+        t = ct.where(p == r, x.reshape((blocks, 16, 1, 16)), 0.0).reshape((CHUNK, CHUNK))
+        m = ct.mma(below, t.astype(ct.float16), nothing(t)).astype(ct.float16)
+        x = t
+        for _ in ct.static_iter(range(blocks - 1)):
+            x = ct.mma(x.astype(ct.float16), m, t)
+        found = (*found, x)
+    return found
 
 
 @ct.kernel
@@ -153,12 +159,18 @@ def steady_solve_kernel(
         ct.store(FACTORS, (place, heads, INTO, 0), (into * of_k[None, :]).reshape(shape), allow_tma=False)
         ct.store(FACTORS, (place, heads, ONWARD, 0), (onward * of_k[None, :]).reshape(shape), allow_tma=False)
         ct.store(FACTORS, (place, heads, OUTWARD, 0), (into * of_q[None, :]).reshape(shape), allow_tma=False)
+        betas: tuple = ()
         for n in ct.static_iter(range(HEADS)):
-            h = first_head + n
+            beta = ct.load(GATES, (place, first_head + n, BETA_OF, 0), (1, 1, 1, CHUNK), check_bounds=False)
+            betas = (*betas, beta.reshape((CHUNK,)))
+
+        def between(h):
             g = ct.load(GATES, (place, h, SUM, 0), (1, 1, 1, CHUNK), check_bounds=False)
-            beta = ct.load(GATES, (place, h, BETA_OF, 0), (1, 1, 1, CHUNK), check_bounds=False).reshape((CHUNK,))
-            between = ct.exp2(-ct.abs(g.reshape((CHUNK, 1)) - g.reshape((1, CHUNK))), flush_to_zero=True)
-            ct.store(P, (place, h, 0, 0), (qk * between).astype(P.dtype).reshape(square))
-            within = ct.exp2(-ct.abs(g.reshape((blocks, 16, 1)) - g.reshape((blocks, 1, 16))), flush_to_zero=True)
-            t = inverse(own * within, kk * between, beta, CHUNK)
-            ct.store(T, (place, h, 0, 0), t.astype(T.dtype).reshape(square))
+            return ct.exp2(-ct.abs(g.reshape((CHUNK, 1)) - g.reshape((1, CHUNK))), flush_to_zero=True)
+
+        for n in ct.static_iter(range(HEADS)):
+            ct.store(P, (place, first_head + n, 0, 0), (qk * between(first_head + n)).astype(P.dtype).reshape(square))
+        # That with gates is that without them times 2**(G_i - G_j): (D X D^-1)^-1 = D X^-1 D^-1.
+        ts = inverses(own, kk, betas, CHUNK)
+        for n in ct.static_iter(range(HEADS)):
+            ct.store(T, (place, first_head + n, 0, 0), (ts[n] * between(first_head + n)).astype(T.dtype).reshape(square))
