@@ -320,6 +320,17 @@ def test_one_token_of_known_models_does_not_spill(problem):
     assert not [launch.launch.name for launch in launches if binaries.made(Job.of(launch, "sm_90")).resources.spills]
 
 
+@pytest.mark.parametrize("shared", [1, 2, 5])
+def test_weights_of_shared_experts_are_read_before_the_launch_in_front_has_ended(shared):
+    """More experts than a block of the second product has room for: of these none."""
+    problem = Problem(1, 6, 64, 2048, 1408, BF16, shared=shared)
+    with traced(H200) as launches:
+        run_op(op, problem.inputs(torch.device("meta")), op.space(problem, H200)[0])
+    for launch, ahead in zip(launches, (True, shared <= 4), strict=True):
+        code = disassembled(Job.of(launch, "sm_90").build())
+        assert bool(re.search(r"\bLDG\.E\.128", code[: code.index("ACQBULK")])) == ahead
+
+
 @pytest.mark.parametrize("ids", [[1, 9, 3], [-1, 7, 9], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("shared", [0, 2])
 def test_blocks_that_walk_add_nothing_for_other_ranks(ids, shared):

@@ -20,8 +20,8 @@ from tilewright.testing import op_name, run_op
 from tilewright.testing.cases import cases
 
 H200 = Device.named("H200")
-LOADS = ("ct.load", "ct.gather", "_groups", "_columns", "_begun", "load_masked", "vector_chunk")
-WEIGHTS = {"words", "scales", "zeros", "bias", "norm", "ROUTER", "WEIGHT"}
+LOADS = ("ct.load", "ct.gather", "_tiles_ahead", "_groups", "_columns", "_begun", "load_masked", "vector_chunk")
+WEIGHTS = {"words", "scales", "zeros", "bias", "norm", "shared", "ROUTER", "WEIGHT"}
 # which read and write no memory, or, as `weights` does, by calls that are looked at too
 NO_MEMORY = {
     *("bid", "cdiv", "slice", "static_iter", "range", "astype", "reshape", "max", "min", "zeros"),
@@ -69,17 +69,29 @@ def waits_first(plan: Launch, final: set[str]) -> bool:
             read = all(ast.unparse(s.value.args[0]) in weights[called(s)] for s in between)  # type: ignore[attr-defined]
             return called(begin) == "pdl_launch_dependents" and read
     if called(body[0]) == "pdl_launch_dependents":
-        waits = [called(s) for s in body].index("pdl_wait")
-        calls = [node for s in body[1:waits] for node in ast.walk(s) if isinstance(node, ast.Call)]
-        loads = [call for call in calls if ast.unparse(call.func) in LOADS]
-        rest = {ast.unparse(call.func).rpartition(".")[2] for call in calls if call not in loads}
-        read = {ast.unparse(load.args[0]) for load in loads}
-        return {name for name in read if dict(plan.renames).get(name, name) not in final} <= WEIGHTS and rest <= NO_MEMORY
+        return waits_behind_weights(body[1:], WEIGHTS | {name for name, source in plan.renames.items() if source in final} | final)
     first = body[0]
     if called(first) != "pdl_overlap":
         return False
     walks = [ast.unparse(a) for a in first.value.args]  # type: ignore[attr-defined]
     return not walks or constants(plan)[walks[0]] is False
+
+
+def waits_behind_weights(body: list[ast.stmt], may_read: set[str]) -> bool:
+    """Whether statements wait, on each side of a branch, and read nothing else before."""
+    for s in body:
+        if isinstance(s, ast.FunctionDef):
+            continue
+        if called(s) == "pdl_wait":
+            return True
+        if isinstance(s, ast.If) and "pdl_wait" in ast.unparse(s):
+            return waits_behind_weights(s.body, may_read) and waits_behind_weights(s.orelse, may_read)
+        calls = [node for node in ast.walk(s) if isinstance(node, ast.Call)]
+        loads = [call for call in calls if ast.unparse(call.func) in LOADS]
+        rest = {ast.unparse(call.func).rpartition(".")[2] for call in calls if call not in loads}
+        if not ({ast.unparse(load.args[0]) for load in loads} <= may_read and rest <= NO_MEMORY):
+            return False
+    return False
 
 
 def constants(plan: Launch) -> dict:

@@ -5,7 +5,7 @@ fast as the weights come.
 import cuda.tile as ct
 
 from ..common.expert_lists import activated
-from ..common.pdl import pdl_overlap
+from ..common.pdl import pdl_launch_dependents, pdl_wait
 from ..common.scaling import BLOCK, GROUP, ROW
 from ..common.tiles import ZERO
 from .kernels import of_rows
@@ -19,6 +19,25 @@ def _add_products(acc, x, scales, w, expert, part, tile_n, step, TILE_N, TILE_K,
     groups = scales.shape[0]
     each = ct.broadcast_to(scales.reshape((groups, 1)), (groups, TILE_K // groups)).reshape((1, TILE_K)) if groups > 1 else scales
     return acc + tile.reshape((TILE_N, TILE_K)).astype(ct.float32) * (x * each)
+
+
+def _tiles_ahead(w, slot, part, tile_n, TILE_N, TILE_K, COUNT):
+    """The first COUNT tiles of a row of tiles of weights, in registers: the launch before does not
+    write them, so they may be loaded before it has ended.
+    """
+    tiles: tuple = ()
+    for step in ct.static_iter(range(COUNT)):
+        tile = ct.load(w, (slot, part, tile_n, step), (1, 1, TILE_N, TILE_K), padding_mode=ZERO, allow_tma=False)
+        tiles = (*tiles, tile.reshape((TILE_N, TILE_K)))
+    return tiles
+
+
+def _add_ahead(acc, rows, slot, tiles, TILE_K):
+    """acc + the products of such tiles and the row `slot` of rows."""
+    for step in ct.static_iter(range(len(tiles))):
+        a = ct.load(rows, (slot, step), (1, TILE_K), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
+        acc = acc + tiles[step].astype(ct.float32) * a
+    return acc
 
 
 def _scales(scale_w, expert, part, tile_n, step, TILE_N, TILE_K, SCALING):
@@ -59,6 +78,7 @@ def moe_one_up_kernel(
     SHARED: ct.Constant[int],
     TILE_P: ct.Constant[int],
     PERSISTENT: ct.Constant[bool],
+    AHEAD: ct.Constant[int],
     LATENCY: ct.Constant[int],
     SCALES_AHEAD: ct.Constant[bool],
     ADD_BIAS: ct.Constant[bool],
@@ -72,22 +92,24 @@ def moe_one_up_kernel(
     ids: [TOP_K]. weights: [1, TOP_K]. x: [1, k]. w: [experts, 2, n, k]. h: [TOP_K + SHARED, n].
     scale_w, bias: as moe_kernel.
     shared: [SHARED, 2, n, k], experts that every token passes with a weight of one, behind those it
-        chose; not touched if there are none.
+        chose; not touched if there are none. Their blocks come first, and load AHEAD steps of their
+        weights before the launch in front has ended; not with PERSISTENT.
     PERSISTENT: grid (blocks, 1), as many as the device holds. Each takes tile after tile, with the
         next tile's loads under way while it ends one.
     TILE_P: a power of two, at least TOP_K; used only then.
     """
-    pdl_overlap()
+    pdl_launch_dependents()
 
-    def activation(matrix, expert, tile_n, KIND):
+    def activation(matrix, expert, tile_n, KIND, gates_ahead=(), ups_ahead=()):
         gate, up = ct.zeros((TILE_N, TILE_K), ct.float32), ct.zeros((TILE_N, TILE_K), ct.float32)
+        gate, up = _add_ahead(gate, x, 0, gates_ahead, TILE_K), _add_ahead(up, x, 0, ups_ahead, TILE_K)
         steps = ct.cdiv(x.shape[1], TILE_K)
         # Scales do not come through TMA. Those of the next step can be fetched before this one is
         # worked on, but then weights are not.
         if SCALES_AHEAD:
             scales_gate = _scales(scale_w, expert, 0, tile_n, 0, TILE_N, TILE_K, KIND)
             scales_up = _scales(scale_w, expert, 1, tile_n, 0, TILE_N, TILE_K, KIND)
-        for step in range(steps):
+        for step in range(len(gates_ahead), steps):
             if SCALES_AHEAD:
                 then = min(step + 1, steps - 1)
                 next_gate = _scales(scale_w, expert, 0, tile_n, then, TILE_N, TILE_K, KIND)
@@ -120,6 +142,7 @@ def moe_one_up_kernel(
             put(slot, tile_n, ct.zeros((TILE_N,), ct.float32))
 
     if PERSISTENT:
+        pdl_wait()
         tiles = ct.cdiv(h.shape[1], TILE_N)
         own_tiles = TOP_K * tiles
         instead = ct.maximum(_own_choices(ids, w, TOP_K, TILE_P)[2], 0)
@@ -138,11 +161,16 @@ def moe_one_up_kernel(
                 tile_n = unit - slot * tiles
                 put(TOP_K + slot, tile_n, activation(shared, slot, tile_n, 0))
     elif SHARED:
-        if ct.bid(1) < TOP_K:
-            chosen(ct.bid(1), ct.bid(0))
+        tile_n, slot = ct.bid(0), ct.bid(1)
+        if slot < SHARED:
+            gates, ups = _tiles_ahead(shared, slot, 0, tile_n, TILE_N, TILE_K, AHEAD), _tiles_ahead(shared, slot, 1, tile_n, TILE_N, TILE_K, AHEAD)
+            pdl_wait()
+            put(TOP_K + slot, tile_n, activation(shared, slot, tile_n, 0, gates, ups))
         else:
-            put(ct.bid(1), ct.bid(0), activation(shared, ct.bid(1) - TOP_K, ct.bid(0), 0))
+            pdl_wait()
+            chosen(slot - SHARED, tile_n)
     else:
+        pdl_wait()
         chosen(ct.bid(1), ct.bid(0))
 
 
@@ -162,6 +190,7 @@ def moe_one_down_kernel(
     TILE_N: ct.Constant[int],
     TILE_K: ct.Constant[int],
     SCALING: ct.Constant[int],
+    AHEAD: ct.Constant[int],
     LATENCY: ct.Constant[int],
     ADD_BIAS: ct.Constant[bool],
 ):
@@ -170,10 +199,15 @@ def moe_one_down_kernel(
     ids: [TOP_K]. h: [TOP_K + SHARED, k], as moe_one_up_kernel leaves it. w: [experts, 1, n, k].
     shared: [SHARED, 1, n, k], likewise. out: [1, n].
     scale_w, bias: as moe_kernel. weights: [1, TOP_K], read only with ADD_BIAS: h has them already.
-    TILE_P: a power of two, at least TOP_K.
+    TILE_P: a power of two, at least TOP_K. AHEAD: of each shared expert so many steps of weights
+    are loaded before the launch in front has ended.
     """
-    pdl_overlap()
+    pdl_launch_dependents()
     tile_n = ct.bid(0)
+    ahead: tuple = ()
+    for slot in ct.static_iter(range(SHARED)):
+        ahead = (*ahead, _tiles_ahead(shared, slot, 0, tile_n, TILE_N, TILE_K, AHEAD))
+    pdl_wait()
     steps = ct.cdiv(h.shape[1], TILE_K)
     index, chosen, instead = _own_choices(ids, w, TOP_K, TILE_P)
     acc = ct.zeros((TILE_N, TILE_K), ct.float32)
@@ -191,10 +225,12 @@ def moe_one_down_kernel(
         own = ct.gather(ids, slot, check_bounds=False)
         return slot, unit - slot * steps, ct.where((own >= 0) & (own < w.shape[0]), own, instead).astype(ct.int32)
 
+    for slot in ct.static_iter(range(SHARED)):
+        acc = _add_ahead(acc, h, TOP_K + slot, ahead[slot], TILE_K)
     if SHARED:
-        for unit in range(SHARED * steps):
-            slot = unit // steps
-            step = unit - slot * steps
+        for unit in range(SHARED * (steps - AHEAD)):
+            slot = unit // (steps - AHEAD)
+            step = AHEAD + unit - slot * (steps - AHEAD)
             a = ct.load(h, (TOP_K + slot, step), (1, TILE_K), padding_mode=ZERO, latency=LATENCY).astype(ct.float32)
             acc = _add_products(acc, a, ct.ones((1,), ct.float32), shared, slot, 0, tile_n, step, TILE_N, TILE_K, LATENCY)
     if instead >= 0:
