@@ -132,8 +132,11 @@ def test_an_engine_is_not_copied_and_copies_of_its_model_are_held_by_none() -> N
         lambda model: model.to(torch.bfloat16),
         lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
         lambda model: setattr(model.model.layers[0], "mlp", copy.deepcopy(model.model.layers[0].mlp)),
+        lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.detach().clone())),
+        lambda model: model.model.layers[0].mlp.up_proj.register_parameter("lora", torch.nn.Parameter(torch.zeros(2))),
+        lambda model: model.model.layers[0].mlp.add_module("adapter", torch.nn.Linear(2, 2)),
     ],
-    ids=["moved", "assigned", "module"],
+    ids=["moved", "assigned", "module", "parameter", "new", "adapter"],
 )
 def test_an_engine_whose_model_got_other_weights_says_so(change) -> None:
     """It went on with those that it had fused."""
@@ -142,8 +145,16 @@ def test_an_engine_whose_model_got_other_weights_says_so(change) -> None:
         model.lm_head.weight.data.mul_(2)  # in place: they are the same
         engine.logits([[5]])
         change(model)
-        with pytest.raises(ValueError, match=r"weights must be those that the engine was made of \(close\(\) it, .*got another model\."):
+        with pytest.raises(ValueError, match=r"weights must be those that the engine was made of \(close\(\) it, .*got another (model|lm_head)\."):
             engine.generate([[5]], 2)
+
+
+def test_a_module_that_has_the_same_weights_changes_nothing() -> None:
+    model = tiny("llama", num_hidden_layers=1)
+    with Engine(model, max_len=16) as engine:
+        plain = engine.generate([[5]], 2).tokens
+        model.model.layers[0].mlp = copy.copy(model.model.layers[0].mlp)
+        assert engine.generate([[5]], 2).tokens == plain
 
 
 def test_an_engine_closes_beside_no_call() -> None:

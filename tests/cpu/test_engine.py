@@ -12,6 +12,7 @@ from tiny_models import TINY
 
 from tilewright import interpret
 from tilewright.engine import Call, Engine, Sampling, state
+from tilewright.engine.sampling import LIKELIEST
 from tilewright.testing import assert_accurate
 
 
@@ -48,6 +49,36 @@ def test_generation_ends_when_every_sequence_has() -> None:
         blocks: list[list[list[int]]] = []
         engine.generate(prompts()[:1], NEW, stop=[free[0]], on_tokens=blocks.append)
         assert len(blocks) == 1
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("stop", [(), (0,)])
+def test_a_step_runs_while_the_host_reads_where_nothing_ends_a_sequence(new: int, stop: tuple[int, ...]) -> None:
+    """As graphs, which a CPU has none of. No step is run twice, left out, or beyond the last."""
+    order: list[str] = []
+
+    class Replayed:
+        def __init__(self, calls: list[Call]) -> None:
+            self.calls = calls
+
+        def replay(self) -> None:
+            order.append("step")
+            for call in self.calls:
+                call()
+
+    model = tiny(num_hidden_layers=1)
+    wanted = stock_tokens(model, [5, 6], new)
+    with Engine(model, max_batch=1, max_len=64, check_every=3) as engine:
+        step = engine._programs.step(1, LIKELIEST)
+        step.graphs.update({keys: Replayed(calls) for keys, calls in step.calls.items()})
+        engine.mode = "graph"
+        found = engine.generate([[5, 6]], new, stop=stop, on_tokens=lambda gained: order.append("read"))
+        engine.mode = "eager"
+    assert found.tokens == [wanted]
+    assert order.count("step") == len(found.step_s) == new - 1
+    reads = [i for i, what in enumerate(order) if what == "read"]
+    assert len(reads) == -(-new // 3)
+    assert all(order[:i].count("step") == min(new - 1, 3 * n + 2 + (not stop)) for n, i in enumerate(reads))
 
 
 def storages(model) -> set[int]:

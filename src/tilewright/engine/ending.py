@@ -6,7 +6,10 @@ Decode = Callable[[list[int]], str]
 
 
 class Ending:
-    """tokens: that end a sequence. texts: that do, once `decode` finds one in what it wrote."""
+    """tokens: that end a sequence. texts: that do, once `decode` finds one in what it wrote.
+
+    possible: whether there is any of them.
+    """
 
     def __init__(self, sequences: int, tokens: Collection[int], texts: Sequence[str], decode: Decode | None) -> None:
         if isinstance(tokens, str) or not isinstance(tokens, Collection) or not all(isinstance(token, int) for token in tokens):
@@ -17,6 +20,7 @@ class Ending:
             raise TypeError("decode must be a function from token ids to text with stop_texts, got None: give tokenizer.decode")
         self._tokens, self._texts, self._decode = set(tokens), tuple(texts), decode
         self.ended = [False] * sequences
+        self.possible = bool(self._tokens or self._texts)
 
     def extend(self, tokens: list[list[int]], new: list[list[int]]) -> list[list[int]]:
         """Appends new tokens to those of each sequence, up to the one that ends it; none if it has

@@ -157,7 +157,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
                 if weights is not None:
                     self._fusion.quantize(model, weights, self._report)
                 self.decoder: Decoder = read(model, self._fusion, slots, self._report, group, codes=kv_dtype is not None)
-            model.__dict__[HELD].places = checks.places_of(model)
+            model.__dict__[HELD].places = checks.Places(model)
             self._check_memory()
             with lasting():
                 device = self.decoder.embedding.device
@@ -253,6 +253,8 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
         every = self._check_every if masks is None else 1
         tokens: list[list[int]] = [[] for _ in rows]
         tell = on_tokens or (lambda gained: None)
+        # A step more runs before the host knows the tokens, where none of them can end a sequence.
+        ahead = int(self.mode == "graph" and self._pages is None and not (ending.possible or masks))
         allow = (lambda: None) if masks is None else (lambda: self._state.choice.allow(masks(tokens), ending.ended))
         try:
             with self._here():
@@ -267,19 +269,26 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
                 self._start(rows, step, prefill, sampling, reused)
                 clock.mark()
                 left, waiting = max_new_tokens - 1, 1
+
+                def go_on(most: int) -> None:
+                    nonlocal left, waiting
+                    if most:
+                        taken = self._take(step, max(map(len, rows)) + max_new_tokens - left, most)
+                        clock.mark(taken)
+                        left, waiting = left - taken, waiting + taken
+
                 while drafts is None:
                     if waiting == every or not left:
-                        tell(ending.extend(tokens, self._collect(waiting, len(rows))))
-                        waiting = 0
-                        if not left or all(ending.ended):
+                        told, waiting = self._programs.told(waiting, len(rows)), 0
+                        go_on(min(left, ahead))  # while the host reads
+                        tell(ending.extend(tokens, told()))
+                        if all(ending.ended) or not (left or waiting):
                             break
                         self._hold(rows, max_new_tokens - 1 - left, max_new_tokens - 1, ending.ended)
                         allow()
-                    taken = self._take(step, max(map(len, rows)) + max_new_tokens - left, min(left, every - waiting))
-                    clock.mark(taken)
-                    left, waiting = left - taken, waiting + taken
+                    go_on(min(left, every - waiting))
                 else:
-                    tell(ending.extend(tokens, self._collect(1, len(rows))))
+                    tell(ending.extend(tokens, self._programs.told(1, len(rows))()))
                     for gained, steps in drafts:
                         clock.mark(steps)
                         tell(gained)
@@ -395,8 +404,8 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
     def _start(self, rows: list[list[int]], step: Step, prefill: Prefill, sampling: Sampling | None, held: Sequence[int] = ()) -> None:
         """Reads of the prompts what the cache lacks, and chooses each sequence's first token."""
         rows = padded(rows, step.buffers.batch)
+        self._state.begin(rows, sampling or LIKELIEST)  # first: it waits for the device
         prefill.read(rows, step.buffers, held)
-        self._state.begin(rows, sampling or LIKELIEST)
         run(step.tail)
 
     def _take(self, step: Step, keys: int, most: int) -> int:
@@ -426,14 +435,6 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
             torch.cuda.synchronize()
         if self._pages is not None:
             self._pages.hold(())
-
-    def _collect(self, steps: int, sequences: int) -> list[list[int]]:
-        """The tokens of the last `steps` steps, by sequence. Waits for the device."""
-        for mega in self._programs.megas:
-            mega.check()
-        found = self._state.recent[:steps, :sequences].t().tolist()
-        self._state.clock[0] = 0
-        return found
 
     def _check_memory(self) -> None:
         needed, what = self._held.size, "the cache does not fit"

@@ -1,6 +1,6 @@
 """What changes from step to step, all on the device: tokens, positions, cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -86,6 +86,26 @@ class State:
         self.counters[:, : len(rows)].copy_(torch.stack((lengths - 1, lengths)))
         self.clock.zero_()
         self.choice.begin(rows, sampling)
+
+    def told(self, steps: int, sequences: int) -> Callable[[], list[list[int]]]:
+        """Waits for the tokens of the last `steps` steps, and returns them by sequence. The device
+        runs what is begun before that call meanwhile.
+        """
+        recent = self.recent[:steps, :sequences]
+        found = torch.empty(recent.shape, dtype=recent.dtype, pin_memory=recent.is_cuda)
+        found.copy_(recent, non_blocking=True)
+        self.clock[0] = 0
+        there = torch.cuda.Event() if recent.is_cuda else None
+        if there is not None:
+            there.record()
+
+        def tokens() -> list[list[int]]:
+            if there is not None:
+                there.synchronize()
+            by_sequence: list[list[int]] = found.t().tolist()
+            return by_sequence
+
+        return tokens
 
     def choose_calls(self, buffers: StepBuffers, sampling: Sampling, *, masked: bool = False) -> Emit:
         """Chooses a token from the step's logits, notes it, and moves on by one position."""
