@@ -36,6 +36,8 @@ HOPPER_BATCH = (  # up to 64
     "64x64x512 4w 8l ps, 64x128x128 8w 8l ps, 64x128x128 4w 4c 8l ps, 64x256x64 8w 8l ps, 64x64x128 4w 2o 3l sb, 64x64x128 4w 2o 3l s,"
     "64x32x128 4w 2o 3l s, 64x128x128 8w 4l sb"
 )
+# The last two load a step further ahead than with 5l: 256 x 128 for 193 to 256 rows in one wave,
+# 256 x 256 from some 700 rows on (H200, 2026-11-30; notes/LOG.md).
 HOPPER = (
     "256x256x64 8w 2c 5l ps, 128x256x64 8w 6l p, 128x256x64 8w 5l ps, 128x256x64 8w 4l ps, 256x128x64 8w 5l ps,"
     "256x128x64 8w 2c 5l s,"
@@ -43,7 +45,7 @@ HOPPER = (
     "64x128x128 8w 5l ps, 128x64x128 8w 5l ps, 128x64x64 4w 2o 5l ps, 64x64x128 4w 2o 5l ps, 64x128x64 4w 5l s, 64x128x64 4w 2o 5l s,"
     "64x64x128 8w 6l s, 64x32x256 4w 8l s, 64x16x256 4w 8l s, 128x128x64 4w 6l +16, 128x128x64 4w 6l +32, 128x128x64 4w 5l +64,"
     "128x128x64 4w 6l b +16, 128x128x64 4w 5l bs +32, 128x128x64 4w 5l bs +64, 64x256x64 8w 4l s, 64x128x128 8w 4l s,"
-    "64x128x64 8w 4l +128, 128x128x64 8w 4l +64"
+    "64x128x64 8w 4l +128, 128x128x64 8w 4l +64, 256x128x64 4w 2c 6l, 256x256x64 8w 2c 6l b"
 )
 # Widths between powers of two, and clusters that read one operand once: where few tiles must fill a
 # wave. A second MMA of 16 columns costs as much as one of 40, and while it runs alone the next step
