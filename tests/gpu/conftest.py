@@ -10,6 +10,23 @@ KEPT_BYTES = 2 << 30
 LOCK = f"{tempfile.gettempdir()}/tilewright-{os.getuid()}"
 
 
+class Told:
+    """Tells a failure of another process at once: a run that is cut off has no summary."""
+
+    def __init__(self, reporter):
+        self.reporter = reporter
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed and hasattr(report, "node"):  # as xdist hands it on
+            self.reporter.write_line(f"{report.nodeid}, {report.duration:.1f} s:\n{report.longreprtext[-2000:]}")
+
+
+@pytest.hookimpl(trylast=True)  # behind the terminal's
+def pytest_configure(config):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Told(config.pluginmanager.getplugin("terminalreporter")))
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
