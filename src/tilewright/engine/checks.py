@@ -230,20 +230,16 @@ class Places:
     def __init__(self, model: nn.Module) -> None:
         held = (of for module in model.modules() for of in (module._modules, module._parameters))
         self._held = [(of, tuple(of.values())) for of in held]
-        self._names = _named_places(model)
-        self._parameters = [(parameter, parameter.data_ptr()) for parameter in model.parameters()]
+        self._weights = {name: (parameter, parameter.data_ptr()) for name, parameter in model.named_parameters()}
 
     def moved(self, model: nn.Module) -> str | None:
         """The name of a weight that is elsewhere, new or gone; None if all are where they were."""
         same = all(len(of) == len(before) and all(map(is_, of.values(), before)) for of, before in self._held)
-        if same and all(parameter.data_ptr() == place for parameter, place in self._parameters):
+        if same and all(parameter.data_ptr() == place for parameter, place in self._weights.values()):
             return None
-        names = _named_places(model)
-        return next((name for name in {**self._names, **names} if names.get(name) != self._names.get(name)), None)
-
-
-def _named_places(model: nn.Module) -> dict[str, int]:
-    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+        before = {name: place for name, (_, place) in self._weights.items()}
+        now = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+        return next((name for name in {**before, **now} if now.get(name) != before.get(name)), None)
 
 
 def check_weights(model: Any) -> None:

@@ -6,10 +6,7 @@ Decode = Callable[[list[int]], str]
 
 
 class Ending:
-    """tokens: that end a sequence. texts: that do, once `decode` finds one in what it wrote.
-
-    possible: whether there is any of them.
-    """
+    """tokens: that end a sequence. texts: that do, once `decode` finds one in what it wrote."""
 
     def __init__(self, sequences: int, tokens: Collection[int], texts: Sequence[str], decode: Decode | None) -> None:
         if isinstance(tokens, str) or not isinstance(tokens, Collection) or not all(isinstance(token, int) for token in tokens):
@@ -20,7 +17,11 @@ class Ending:
             raise TypeError("decode must be a function from token ids to text with stop_texts, got None: give tokenizer.decode")
         self._tokens, self._texts, self._decode = set(tokens), tuple(texts), decode
         self.ended = [False] * sequences
-        self.possible = bool(self._tokens or self._texts)
+
+    @property
+    def possible(self) -> bool:
+        """Whether any token or text ends a sequence."""
+        return bool(self._tokens or self._texts)
 
     def extend(self, tokens: list[list[int]], new: list[list[int]]) -> list[list[int]]:
         """Appends new tokens to those of each sequence, up to the one that ends it; none if it has

@@ -328,8 +328,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
                     self._state.clock[0] = 0
                     self._take(step, keys, 1)
                     found.append(out[: len(rows)].clone())
-                for mega in self._programs.megas:
-                    mega.check()
+                self._programs.check()
                 return torch.stack(found, 1)
             finally:
                 self._settle()
@@ -404,7 +403,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
     def _start(self, rows: list[list[int]], step: Step, prefill: Prefill, sampling: Sampling | None, held: Sequence[int] = ()) -> None:
         """Reads of the prompts what the cache lacks, and chooses each sequence's first token."""
         rows = padded(rows, step.buffers.batch)
-        self._state.begin(rows, sampling or LIKELIEST)  # first: it waits for the device
+        self._state.begin(rows, sampling or LIKELIEST)  # before the device is busy: copies from the host wait for it
         prefill.read(rows, step.buffers, held)
         run(step.tail)
 

@@ -116,10 +116,14 @@ class Programs:
                     step.graphs[keys] = graph
         return step
 
-    def told(self, steps: int, sequences: int) -> Callable[[], list[list[int]]]:
-        """`State.told`, once no megakernel has failed."""
+    def check(self) -> None:
+        """Raises what a megakernel failed with."""
         for mega in self.megas:
             mega.check()
+
+    def told(self, steps: int, sequences: int) -> Callable[[], list[list[int]]]:
+        """`State.told`, once no megakernel has failed."""
+        self.check()
         return self.state.told(steps, sequences)
 
     def _mega(self, buffers: StepBuffers, *, greedy: bool) -> Mega:

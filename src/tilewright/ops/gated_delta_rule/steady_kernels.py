@@ -164,7 +164,7 @@ def steady_solve_kernel(
             beta = ct.load(GATES, (place, first_head + n, BETA_OF, 0), (1, 1, 1, CHUNK), check_bounds=False)
             betas = (*betas, beta.reshape((CHUNK,)))
 
-        def between(h):
+        def between(h):  # made again for T: held, it would spill
             g = ct.load(GATES, (place, h, SUM, 0), (1, 1, 1, CHUNK), check_bounds=False)
             return ct.exp2(-ct.abs(g.reshape((CHUNK, 1)) - g.reshape((1, CHUNK))), flush_to_zero=True)
 
