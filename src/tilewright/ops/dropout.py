@@ -147,7 +147,7 @@ def dropout_kernel(
 
     def compute(index, whole):
         if whole:
-            x = ct.load(X, (index,), (TILE,), check_bounds=False, latency=LATENCY, allow_tma=False)
+            x = ct.load(X.slice(0, 0, X.shape[0] // TILE * TILE), (index,), (TILE,), check_bounds=False, latency=LATENCY, allow_tma=False)
         else:
             x = ct.load(X, (index,), (TILE,), padding_mode=ZERO, latency=LATENCY, allow_tma=False)
         counter = first + ct.astype(index, ct.int64) * (TILE // 4)
@@ -158,7 +158,10 @@ def dropout_kernel(
         if CLEARS:
             keep = keep & False
         y = ct.where(keep, x.reshape((TILE // 4, 4)).astype(ct.float32) * scale, 0.0).astype(OUT.dtype)
-        ct.store(OUT, (index,), y.reshape((TILE,)), check_bounds=not whole, allow_tma=False)
+        if whole:
+            ct.store(OUT.slice(0, 0, OUT.shape[0] // TILE * TILE), (index,), y.reshape((TILE,)), check_bounds=False, allow_tma=False)
+        else:
+            ct.store(OUT, (index,), y.reshape((TILE,)), allow_tma=False)
 
     def one_tile(index):
         if ct.astype(index + 1, ct.int64) * TILE <= X.shape[0]:
