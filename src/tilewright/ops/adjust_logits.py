@@ -116,35 +116,38 @@ class Config:
     """How the elements are tiled.
 
     tile: columns of a tile; a power of two, at least WORD.
+    tiles: of a block, all loaded before the first is stored.
     latency: prefetch hint of the loads, 1 to 10.
     num_worker_warps: warps that compute, 4 or 8.
     """
 
     tile: int
+    tiles: int = 1
     latency: int = 4
     num_worker_warps: int | None = None
 
 
-TILES = ((1024, 4, 4), (2048, 4, 8), (4096, 4, 8), (2048, 4, 4))
+LANE = 4  # columns of a thread: 16 bytes of counts, so that no operand is moved between threads
+HOW = ((2, 4), (4, 4), (1, 8), (2, 8))  # tiles, warps
 
 
 def candidates(p: Problem, device: Device) -> list[Config]:
     if device.is_cpu:
         tile = min(max(WORD, next_pow2(p.cols)), CPU_TILE)
-        return [Config(tile), Config(max(WORD, tile // 8))]
-    return [Config(*tile) for tile in TILES]
+        return [Config(tile), Config(max(WORD, tile // 8), 3)]
+    return [Config(LANE * 32 * warps, tiles, num_worker_warps=warps) for tiles, warps in HOW]
 
 
-def _tiles(p: Problem, c: Config) -> int:
-    return p.rows * -(-p.cols // c.tile)
+def _blocks(p: Problem, c: Config) -> int:
+    return p.rows * -(-p.cols // (c.tile * c.tiles))
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    return grid_fits(_tiles(p, c))
+    return grid_fits(_blocks(p, c))
 
 
 def work(p: Problem, c: Config, device: Device) -> Work:
-    return stream(p, c, device, _tiles(p, c), c.tile, held=3, operations=10)
+    return stream(p, c, device, _blocks(p, c), c.tile * c.tiles, held=3, operations=10)
 
 
 CHOICES = Choices("adjust_logits", candidates, legal, work, tie=TILE_TIE)
@@ -156,7 +159,7 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
     """Grid and compile-time constants of one launch."""
     constants = {f"has_{name}": getattr(p, name) for name in GIVEN}
     optional = {name: getattr(p, name) for name in ("counts", *GIVEN)}
-    return (Launch.of(adjust_logits_kernel, (_tiles(p, c),), p, c, constants, optional=optional, pdl=True),)
+    return (Launch.of(adjust_logits_kernel, (_blocks(p, c),), p, c, constants, optional=optional, pdl=True),)
 
 
 @ct.kernel
@@ -176,46 +179,80 @@ def adjust_logits_kernel(
     HAS_MASK: ct.Constant[bool],
     COLS: ct.Constant[int],
     TILE: ct.Constant[int],
+    TILES: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
-    """A tile of one row. LOGITS, COUNTS, OUT: [rows, COLS]; BIAS: [1 or rows, COLS]; MASK: [1 or
-    rows, words]; REPETITION, PRESENCE, FREQUENCY: [1 or rows] fp32.
+    """TILES tiles of one row. LOGITS, COUNTS, OUT: [rows, COLS]; BIAS: [1 or rows, COLS]; MASK: [1
+    or rows, words]; REPETITION, PRESENCE, FREQUENCY: [1 or rows] fp32.
+
+    All loads come first: a division is a branch, which loads behind it would wait for.
     """
     pdl_overlap()
-    tiles = ct.cdiv(COLS, TILE)
-    row, j = ct.bid(0) // tiles, ct.bid(0) % tiles
+    blocks = ct.cdiv(COLS, TILE * TILES)
+    row, first = ct.bid(0) // blocks, ct.bid(0) % blocks * TILES
 
     def of_row(ARRAY):
-        return ct.load(ARRAY, (min(row, ARRAY.shape[0] - 1),), ())
+        return ct.gather(ARRAY, (min(row, ARRAY.shape[0] - 1),), check_bounds=False)
 
-    def adjusted(WHOLE):
-        def part(ARRAY, SIZE):
-            return load_masked(ARRAY, (min(row, ARRAY.shape[0] - 1), j), (1, SIZE), ZERO, WHOLE, LATENCY, False)
+    def part(ARRAY, j, WHOLE):
+        return load_masked(ARRAY, (min(row, ARRAY.shape[0] - 1), j), (1, TILE), ZERO, WHOLE, LATENCY, False)
 
-        x = part(LOGITS, TILE).astype(ct.float32)
+    def bits(j):
+        # A word for each four columns, which lie in one thread.
+        column = min(j * TILE + LANE * ct.arange(TILE // LANE, dtype=ct.int32), COLS - 1)
+        words = ct.gather(MASK, (min(row, MASK.shape[0] - 1), column // WORD), check_bounds=False)
+        words = (words >> (column % WORD)).reshape((TILE // LANE, 1))
+        return ((words >> ct.arange(LANE, dtype=ct.int32).reshape((1, LANE))) & 1).reshape((1, TILE))
+
+    def operands(j, WHOLE):
+        x, counts, bias, allowed = part(LOGITS, j, WHOLE), 0, 0.0, 1
         if HAS_REPETITION or HAS_PRESENCE or HAS_FREQUENCY:
-            counts = part(COUNTS, TILE)
-            times = counts & 0x7FFFFFFF
-            if HAS_REPETITION:
-                # One division for all: each is a branch, which the loads behind it wait for.
-                factor = of_row(REPETITION)
-                x = ct.where(counts == 0, x, x * ct.where(x > 0.0, 1.0 / factor, factor))
-            if HAS_PRESENCE:
-                x = x - ct.where(times > 0, of_row(PRESENCE), 0.0)
-            if HAS_FREQUENCY:
-                x = x - of_row(FREQUENCY) * times.astype(ct.float32)
+            counts = part(COUNTS, j, WHOLE)
         if HAS_BIAS:
-            x = x + part(BIAS, TILE)
+            bias = part(BIAS, j, WHOLE)
         if HAS_MASK:
-            words = part(MASK, TILE // WORD).reshape((TILE // WORD, 1))
-            bits = (words >> ct.arange(WORD, dtype=ct.int32).reshape((1, WORD))) & 1
-            x = ct.where(bits.reshape((1, TILE)) == 1, x, -math.inf)
-        return x
+            allowed = bits(j)
+        return x, counts, bias, allowed
 
-    if (j + 1) * TILE <= COLS:
-        ct.store(OUT, (row, j), adjusted(True), check_bounds=False, allow_tma=False)
+    def penalties():
+        divisor, factor, presence, frequency = 1.0, 1.0, 0.0, 0.0
+        if HAS_REPETITION:
+            factor = of_row(REPETITION)
+            divisor = 1.0 / factor
+        if HAS_PRESENCE:
+            presence = of_row(PRESENCE)
+        if HAS_FREQUENCY:
+            frequency = of_row(FREQUENCY)
+        return divisor, factor, presence, frequency
+
+    def adjusted(x, counts, bias, allowed, divisor, factor, presence, frequency):
+        x = x.astype(ct.float32)
+        if HAS_REPETITION:
+            x = ct.where(counts == 0, x, x * ct.where(x > 0.0, divisor, factor))
+        if HAS_PRESENCE:
+            x = x - ct.where(counts & 0x7FFFFFFF > 0, presence, 0.0)
+        if HAS_FREQUENCY:
+            x = x - frequency * (counts & 0x7FFFFFFF).astype(ct.float32)
+        if HAS_BIAS:
+            x = x + bias
+        return ct.where(allowed == 1, x, -math.inf) if HAS_MASK else x
+
+    def all_tiles(WHOLE):
+        loaded: tuple = ()
+        for n in ct.static_iter(range(TILES)):
+            loaded = (*loaded, operands(first + n, WHOLE))
+        given = penalties()
+        for n in ct.static_iter(range(TILES)):
+            y = adjusted(*loaded[n], *given)
+            if WHOLE:
+                ct.store(OUT, (row, first + n), y, check_bounds=False, allow_tma=False)
+            elif (first + n) * TILE < COLS:
+                ct.store(OUT, (row, first + n), y, allow_tma=False)
+
+    if (first + TILES) * TILE <= COLS:
+        all_tiles(True)
     else:
-        ct.store(OUT, (row, j), adjusted(False), allow_tma=False)
+        all_tiles(False)
 
 
 DECISION = CHOICES.decision(Problem, plan, ("logits", "counts", *GIVEN, "out"))
