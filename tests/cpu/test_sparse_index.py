@@ -16,6 +16,7 @@ from tilewright.testing.poison import poisoned_empty
 
 CODE = torch.float8_e4m3fn
 CONFIGS = [Config(2, 16, 1, select=64, ways=3), Config(1, 16, 3, select=16, ways=1), Config(4, 8, 2, select=256, ways=7)]
+CONFIGS += [Config(1, 16, 1, select=32, ways=3, blocks=4), Config(1, 16, 1, select=16, ways=15, blocks=2)]
 
 
 pytestmark = pytest.mark.usefixtures("inference")

@@ -14,7 +14,7 @@ from ...launch import Cost, Device, Launch, next_pow2
 from ...select import Choices, Work
 from ..common.pdl import use_pdl
 from ..common.sequences import end_of, sample, start_of
-from .kernels import sparse_index_scores_kernel, sparse_index_select_kernel
+from .kernels import sparse_index_count_kernel, sparse_index_list_kernel, sparse_index_scores_kernel, sparse_index_select_kernel
 
 CODE = torch.float8_e4m3fn
 UNUSED = 2147480000  # a page that no cache has
@@ -104,6 +104,7 @@ class Config:
     select: scores that the block of a token's list counts at once; a power of two.
     ways: cuts that a pass of the search tries.
     select_latency: as latency, of the scores.
+    blocks: of a token's list; a power of two. Several search it by one launch a step.
     """
 
     tile_t: int
@@ -114,6 +115,12 @@ class Config:
     select: int = 1024
     ways: int = 7
     select_latency: int = 1
+    blocks: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Launches of a search that several blocks share."""
+        return -(-SELECT_BITS // ((self.ways + 1).bit_length() - 1))
 
 
 # tile_t, tile_n, latency, warps.
@@ -122,6 +129,7 @@ SCORING = ((1, 128, 4, 4), (2, 128, 4, 8), (4, 128, 4, 8), (1, 64, 4, 4), (2, 64
 # (H200, tileiras 13.4). The compiler unrolls loops by the latency: at 4 it takes half a minute
 # (sm_90).
 SELECTING = ((2048, 3, 1), (4096, 3, 1), (8192, 3, 1))
+SHARED = (8, 32, 64)  # blocks of a token's list, each with tiles of 1024 and 15 cuts
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
@@ -130,6 +138,7 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
     if device.is_cpu:
         yield Config(min(4, next_pow2(p.q_len)), min(256, most), 1, select=MOST_SELECTED)
         yield Config(1, min(64, most), 3, select=128, ways=3)
+        yield Config(1, min(64, most), 1, select=64, ways=15, blocks=2)
         return
     for tile_t, tile_n, latency, warps in SCORING:
         tile_n = min(tile_n, most)
@@ -138,6 +147,8 @@ def candidates(p: Problem, device: Device) -> Iterator[Config]:
         blocks, tiles = p.batch * -(-p.q_len // tile_t), -(-next_pow2(p.max_len) // tile_n)
         for n in sorted({max(1, min(tiles, waves * device.sms // blocks)) for waves in WAVES}):
             yield from (Config(tile_t, tile_n, n, latency, warps, *how) for how in SELECTING)
+            if p.batch * p.q_len <= device.sms // 8:  # else the tokens fill the device
+                yield from (Config(tile_t, tile_n, n, latency, warps, 1024, 15, 1, blocks) for blocks in SHARED)
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
@@ -158,8 +169,8 @@ def _tile_h(p: Problem) -> int:
     return max(8, next_pow2(p.heads))
 
 
-def work(p: Problem, c: Config, device: Device) -> tuple[Work, Work]:
-    """What scoring and listing ask for."""
+def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
+    """What scoring, the steps of a search that blocks share, and listing ask for."""
     _, pairs = _seen(p)
     columns, tokens, token_tiles = c.tile_t * _tile_h(p), p.batch * p.q_len, p.batch * -(-p.q_len // c.tile_t)
     tile_bytes = c.tile_n * (p.head_dim * p.dtype.itemsize + 4 * p.codes)
@@ -177,20 +188,24 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, Work]:
         dram=p.cost().size_bytes + 4 * pairs,
         chain=1,
     )
-    passes = SELECT_BITS / (c.ways + 1).bit_length() + 1
-    length = pairs / tokens
-    select = Work(
-        blocks=tokens,
-        resident=device.sms,
-        per_sm=1,
-        steps=passes * max(1.0, length / c.select),
-        exponentials=c.select * c.ways / 4,
-        fill=4 * c.select,
-        dram=4 * (pairs + tokens * p.topk),
-        serial=1.0,
-        chain=passes,
-    )
-    return score, select
+    tiles = max(1.0, pairs / tokens / c.select / c.blocks)
+
+    def listing(passes: float, ways: int) -> Work:
+        return Work(
+            blocks=tokens * c.blocks,
+            resident=device.sms,
+            per_sm=1,
+            steps=passes * tiles,
+            exponentials=c.select * ways / 4,
+            fill=4 * c.select,
+            dram=4 * (pairs + tokens * p.topk),
+            serial=1.0,
+            chain=passes,
+        )
+
+    if c.blocks == 1:
+        return score, listing(c.steps + 1, c.ways)
+    return score, *(listing(1, c.ways) for _ in range(c.steps)), listing(1 + c.blocks / 2, 3)
 
 
 CHOICES = Choices("sparse_index", candidates, legal, work, like="sparse_decode")
@@ -214,4 +229,23 @@ def plan(p: Problem, c: Config, device: Device) -> tuple[Launch, ...]:
         pdl=pdl,
     )
     listing = {"tile": min(c.select, bucket), "latency": c.select_latency}
+    if c.blocks > 1:
+        return score, *_by_steps(p, c, listing, optional, pdl)
     return score, Launch.of(sparse_index_select_kernel, (p.q_len, p.batch), p, c, listing, optional=optional, num_worker_warps=8, pdl=pdl)
+
+
+def _by_steps(p: Problem, c: Config, listing: dict[str, Any], optional: dict[str, Any], pdl: bool) -> Iterator[Launch]:
+    """The launches that count, and the one that lists."""
+    grid = (c.blocks, p.q_len, p.batch)
+    how: dict[str, Any] = {"num_worker_warps": 8, "pdl": pdl}
+    there = {"kv_len": p.has_len, "kv_start": p.has_start}
+    for i in range(c.steps):
+        names = {"new_bounds": f"bounds{i}", "new_counts": f"counts{i}"} | ({"bounds": f"bounds{i - 1}", "counts": f"counts{i - 1}"} if i else {})
+        scratch = {
+            f"bounds{i}": ((p.batch, p.q_len, 3), torch.int64),
+            f"counts{i}": ((p.batch, p.q_len, c.blocks, c.ways + 1), torch.int32),
+        }
+        constants, given = {**listing, "first": i == 0}, {**there, "bounds": i, "counts": i}
+        yield Launch.of(sparse_index_count_kernel, grid, p, c, constants, optional=given, scratch=scratch, renames=names, **how)
+    names = {"bounds": f"bounds{c.steps - 1}", "counts": f"counts{c.steps - 1}"}
+    yield Launch.of(sparse_index_list_kernel, grid, p, c, listing, optional=optional, renames=names, **how)

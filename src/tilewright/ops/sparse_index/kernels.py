@@ -1,4 +1,7 @@
-"""Tile code of `sparse_index`: one kernel scores the keys, one lists the best of each token."""
+"""Tile code of `sparse_index`: one kernel scores the keys, one lists the best of each token. Where
+few tokens see many keys, several blocks share a token: each launch counts for one step of the
+search, and the last one lists.
+"""
 
 import cuda.tile as ct
 
@@ -7,6 +10,7 @@ from ..common.routing import _order_keys as order_keys
 from ..common.softmax_tiles import product
 from ..common.tiles import ZERO, add_each
 
+SCANNED = 16  # numbers that one thread adds up, of a running sum
 NOTHING = -(2**31)  # an order key below that of every score
 HIGHEST = 2**31 - 1  # above that of every score
 
@@ -81,6 +85,75 @@ def sparse_index_scores_kernel(
         ct.store(SCORES, (sequence, tokens, j), ct.transpose(order_keys(scores)).reshape((1, TILE_T, TILE_N)), allow_tma=False)
 
 
+def running_sum(x):
+    """Of each number the sum of those before it; and the sum of all.
+
+    In two steps, because a scan of one axis passes each number through 16 shuffles.
+    """
+    each = min(SCANNED, x.shape[0])
+    rows = x.reshape((x.shape[0] // each, each))
+    sums = ct.sum(rows, axis=1)
+    before = ct.cumsum(rows, axis=1) - rows + (ct.cumsum(sums) - sums).reshape((sums.shape[0], 1))
+    return before.reshape((x.shape[0],)), ct.sum(sums)
+
+
+def _seen_scores(SCORES, sequence, token, tile, start, end, TILE, LATENCY):
+    """A tile of order keys, and of which keys they are; NOTHING for those that are not seen."""
+    place = tile * TILE + ct.arange(TILE, dtype=ct.int32)
+    x = ct.load(SCORES, (sequence, token, tile), (1, 1, TILE), check_bounds=False, latency=LATENCY, allow_tma=False).reshape((TILE,))
+    return ct.where((place >= start) & (place < end), x, NOTHING), place
+
+
+def _cut(n, low, high, WAYS):
+    """The n-th of WAYS cuts between low and high, from 0 on."""
+    return min(low + (n + 1) * ((high - low + WAYS) // (WAYS + 1)), high)
+
+
+def _counted(scores, first, last, low, high, TILE, WAYS):
+    """How many keys of tiles first to last lie at each cut or above."""
+    counts: tuple = ()
+    zeros: tuple = ()
+    for n in ct.static_iter(range(WAYS)):
+        counts, zeros = (*counts, ct.zeros((TILE,), ct.int32)), (*zeros, 0)
+    for j in range(first, last):
+        x, _ = scores(j)
+        new: tuple = ()
+        for n in ct.static_iter(range(WAYS)):
+            new = (*new, counts[n] + (x >= _cut(n, low, high, WAYS).astype(ct.int32)).astype(ct.int32))
+        counts = new
+    return ct.reduce(counts, 0, add_each, zeros)
+
+
+def _listed(scores, first, last, low, high, wanted, certain, equal, to, OUT, BLOCK_TABLE, keys, PAGE_SIZE):
+    """Lists keys of tiles first to last: those from high on and, of those from low on, as many as
+    are wanted. certain, equal: how many of each stand before. to: token and sequence.
+    """
+    token, sequence = to
+    for j in range(first, last):
+        x, row = scores(j)
+        sure, between = x >= high, (x >= low) & (x < high)
+        before, found = running_sum(sure.astype(ct.int32) + (between.astype(ct.int32) << 16))
+        rank = equal + (before >> 16)
+        if PAGE_SIZE:
+            chosen = sure | between
+            page = ct.gather(BLOCK_TABLE, (sequence, row // PAGE_SIZE), mask=chosen, padding_value=0, check_bounds=False)
+            row = page * PAGE_SIZE + row % PAGE_SIZE
+        else:
+            row = sequence * keys + row
+        place = certain + (before & 0xFFFF) + ct.minimum(rank, wanted)
+        ct.scatter(OUT, (sequence, token, place), row, mask=sure | (between & (rank < wanted)), check_bounds=False)
+        certain, equal = certain + (found & 0xFFFF), equal + (found >> 16)
+
+
+def _mark_end(OUT, to, count, TILE):
+    """-1 behind the last of so many keys."""
+    token, sequence = to
+    lane, k = ct.arange(TILE, dtype=ct.int32), OUT.shape[2]
+    for j in range(count // TILE, ct.cdiv(k, TILE)):
+        place = j * TILE + lane
+        ct.scatter(OUT, (sequence, token, place), -1, mask=(place >= count) & (place < k), check_bounds=False)
+
+
 @ct.kernel
 def sparse_index_select_kernel(
     SCORES,
@@ -110,56 +183,137 @@ def sparse_index_select_kernel(
     start, end = _span(KV_LEN, KV_START, sequence, keys, HAS_LEN, HAS_START)
     end = max(0, end - (ct.num_blocks(0) - 1 - token))
     first, last, k = start // TILE, ct.cdiv(end, TILE), OUT.shape[2]
-    lane = ct.arange(TILE, dtype=ct.int32)
 
     def scores(j):
-        x = ct.load(SCORES, (sequence, token, j), (1, 1, TILE), check_bounds=False, latency=LATENCY, allow_tma=False).reshape((TILE,))
-        place = j * TILE + lane
-        return ct.where((place >= start) & (place < end), x, NOTHING)
+        return _seen_scores(SCORES, sequence, token, j, start, end, TILE, LATENCY)
 
     low, high = ct.full((), NOTHING + 1, ct.int64), ct.full((), HIGHEST, ct.int64)
     total, above = max(0, end - start), ct.zeros((), ct.int32)  # keys at low, at high or above
     while (high - low > 1) & (total > k):
-        base, step = low, (high - low + WAYS) // (WAYS + 1)
-        counts: tuple = ()
-        zeros: tuple = ()
+        totals, cuts = _counted(scores, first, last, low, high, TILE, WAYS), (low, high)
         for n in ct.static_iter(range(WAYS)):
-            counts, zeros = (*counts, ct.zeros((TILE,), ct.int32)), (*zeros, 0)
-        for j in range(first, last):
-            x = scores(j)
-            new: tuple = ()
-            for n in ct.static_iter(range(WAYS)):
-                cut = min(base + (n + 1) * step, high).astype(ct.int32)
-                new = (*new, counts[n] + (x >= cut).astype(ct.int32))
-            counts = new
-        totals = ct.reduce(counts, 0, add_each, zeros)
-        for n in ct.static_iter(range(WAYS)):
-            cut, count = base + (n + 1) * step, totals[n].item()
+            cut, count = _cut(n, *cuts, WAYS), totals[n].item()
             enough = count >= k
             lower = (count < k) & (cut < high)
             low, total = ct.where(enough, cut, low), ct.where(enough, count, total)
             high, above = ct.where(lower, cut, high), ct.where(lower, count, above)
 
     low, high, wanted = low.astype(ct.int32), high.astype(ct.int32), k - above
-    certain, equal = ct.zeros((), ct.int32), ct.zeros((), ct.int32)
-    for j in range(first, last):
-        x = scores(j)
-        sure, between = x >= high, (x >= low) & (x < high)
-        both = sure.astype(ct.int32) + (between.astype(ct.int32) << 16)
-        before = ct.cumsum(both) - both
-        rank = equal + (before >> 16)
-        row = j * TILE + lane
-        if PAGE_SIZE:
-            chosen = sure | between
-            page = ct.gather(BLOCK_TABLE, (sequence, row // PAGE_SIZE), mask=chosen, padding_value=0, check_bounds=False)
-            row = page * PAGE_SIZE + row % PAGE_SIZE
-        else:
-            row = sequence * keys + row
-        place = certain + (before & 0xFFFF) + ct.minimum(rank, wanted)
-        ct.scatter(OUT, (sequence, token, place), row, mask=sure | (between & (rank < wanted)), check_bounds=False)
-        found = ct.sum(both)
-        certain, equal = certain + (found & 0xFFFF), equal + (found >> 16)
-    count = certain + min(equal, wanted)
-    for j in range(count // TILE, ct.cdiv(k, TILE)):
-        place = j * TILE + lane
-        ct.scatter(OUT, (sequence, token, place), -1, mask=(place >= count) & (place < k), check_bounds=False)
+    none = ct.zeros((), ct.int32)
+    _listed(scores, first, last, low, high, wanted, none, none, (token, sequence), OUT, BLOCK_TABLE, keys, PAGE_SIZE)
+    _mark_end(OUT, (token, sequence), min(k, max(0, end - start)), TILE)
+
+
+def _bounds_behind(BOUNDS, COUNTS, to, k, FIRST, BLOCKS, WAYS):
+    """low, high and the keys at high or above, when the counts of the step before are known."""
+    token, sequence = to
+    low, high, above = ct.full((), NOTHING + 1, ct.int64), ct.full((), HIGHEST, ct.int64), ct.zeros((), ct.int64)
+    if not FIRST:
+        low, high = ct.load(BOUNDS, (sequence, token, 0), ()), ct.load(BOUNDS, (sequence, token, 1), ())
+        above = ct.load(BOUNDS, (sequence, token, 2), ())
+        counts = ct.load(COUNTS, (sequence, token, 0, 0), (1, 1, BLOCKS, WAYS + 1), allow_tma=False).reshape((BLOCKS, WAYS + 1))
+        counts = ct.sum(counts, axis=0)
+        n = ct.arange(WAYS + 1, dtype=ct.int32)
+        is_cut, enough = n < WAYS, counts >= k
+        passed = ct.sum((is_cut & enough).astype(ct.int32))
+        beyond, cuts = ct.max(ct.where(is_cut & (counts < k), counts, 0)).astype(ct.int64), (low, high)
+        if passed > 0:
+            low = _cut(passed - 1, *cuts, WAYS)
+        if passed < WAYS:
+            high, above = _cut(passed, *cuts, WAYS), beyond
+    return low, high, above
+
+
+def _own_tiles(start, end, block, blocks, TILE):
+    """The first tile of a token, and those of one of its blocks."""
+    begin, last = start // TILE, ct.cdiv(end, TILE)
+    each = ct.cdiv(max(0, last - begin), blocks)
+    first = begin + block * each
+    return begin, first, min(last, first + each)
+
+
+@ct.kernel
+def sparse_index_count_kernel(
+    SCORES,
+    KV_LEN,
+    KV_START,
+    BOUNDS,
+    COUNTS,
+    NEW_BOUNDS,
+    NEW_COUNTS,
+    keys: int,
+    FIRST: ct.Constant[bool],
+    TOPK: ct.Constant[int],
+    HAS_LEN: ct.Constant[bool],
+    HAS_START: ct.Constant[bool],
+    TILE: ct.Constant[int],
+    BLOCKS: ct.Constant[int],
+    WAYS: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+):
+    """A step of the search of `sparse_index_select_kernel`, by several blocks a token. Grid
+    (blocks, tokens, batch).
+
+    BOUNDS int64 [batch, q_len, 3], COUNTS int32 [batch, q_len, blocks, WAYS + 1]: low, high and the
+    keys at high or above, and the keys of each block at each cut between them or above; of the step
+    before, not read in the FIRST. NEW_BOUNDS, NEW_COUNTS: of this one.
+    """
+    pdl_overlap()
+    block, token, sequence = ct.bid(0), ct.bid(1), ct.bid(2)
+    start, end = _span(KV_LEN, KV_START, sequence, keys, HAS_LEN, HAS_START)
+    end = max(0, end - (ct.num_blocks(1) - 1 - token))
+    bounds = _bounds_behind(BOUNDS, COUNTS, (token, sequence), TOPK, FIRST, BLOCKS, WAYS)
+    if block == 0:
+        for i in ct.static_iter(range(3)):
+            ct.store(NEW_BOUNDS, (sequence, token, i), bounds[i])
+
+    def scores(j):
+        return _seen_scores(SCORES, sequence, token, j, start, end, TILE, LATENCY)
+
+    _, first, last = _own_tiles(start, end, block, ct.num_blocks(0), TILE)
+    totals = _counted(scores, first, last, bounds[0], bounds[1], TILE, WAYS)
+    for n in ct.static_iter(range(WAYS)):
+        ct.store(NEW_COUNTS, (sequence, token, block, n), totals[n].item())
+    ct.store(NEW_COUNTS, (sequence, token, block, WAYS), 0)
+
+
+@ct.kernel
+def sparse_index_list_kernel(
+    SCORES,
+    KV_LEN,
+    KV_START,
+    BLOCK_TABLE,
+    BOUNDS,
+    COUNTS,
+    OUT,
+    keys: int,
+    PAGE_SIZE: ct.Constant[int],
+    HAS_LEN: ct.Constant[bool],
+    HAS_START: ct.Constant[bool],
+    TILE: ct.Constant[int],
+    BLOCKS: ct.Constant[int],
+    WAYS: ct.Constant[int],
+    LATENCY: ct.Constant[int],
+):
+    """The list of one token, when its bounds are found, by several blocks: each counts the keys of
+    the blocks before it. Grid (blocks, tokens, batch); arrays as above.
+    """
+    pdl_overlap()
+    block, token, sequence = ct.bid(0), ct.bid(1), ct.bid(2)
+    start, end = _span(KV_LEN, KV_START, sequence, keys, HAS_LEN, HAS_START)
+    end = max(0, end - (ct.num_blocks(1) - 1 - token))
+    to, k = (token, sequence), OUT.shape[2]
+    low, high, above = _bounds_behind(BOUNDS, COUNTS, to, k, False, BLOCKS, WAYS)
+    low, high, wanted = low.astype(ct.int32), high.astype(ct.int32), k - above.astype(ct.int32)
+
+    def scores(j):
+        return _seen_scores(SCORES, sequence, token, j, start, end, TILE, LATENCY)
+
+    begin, first, last = _own_tiles(start, end, block, ct.num_blocks(0), TILE)
+    certain, equal = ct.zeros((TILE,), ct.int32), ct.zeros((TILE,), ct.int32)
+    for j in range(begin, min(first, last)):
+        x, _ = scores(j)
+        certain, equal = certain + (x >= high).astype(ct.int32), equal + ((x >= low) & (x < high)).astype(ct.int32)
+    _listed(scores, first, last, low, high, wanted, ct.sum(certain), ct.sum(equal), to, OUT, BLOCK_TABLE, keys, PAGE_SIZE)
+    if block == 0:
+        _mark_end(OUT, to, min(k, max(0, end - start)), TILE)
