@@ -5,13 +5,16 @@ from dataclasses import replace
 from itertools import product
 from statistics import geometric_mean
 
+import binaries
 import pytest
 import torch
 
 from tilewright import ops
+from tilewright.compile.job import Job
 from tilewright.launch import Device, decisions, traced
 from tilewright.launch.table import SHIPPED, read_rows
 from tilewright.ops import attention, attention_decode, mla, mla_decode
+from tilewright.testing import run_op
 from tilewright.testing.problems import rebuilt
 
 H200 = Device.named("H200")
@@ -134,3 +137,14 @@ def test_steps_whose_sizes_differ_a_little_share_a_plan():
             bound |= {choice.problem for choice in found}
     assert len(bound) <= 4
     assert all(p.q_len >= 900 and p.kv_len >= 2700 and p.batch >= 39 for p in bound)
+
+
+def test_no_candidate_for_wide_values_of_their_own_spills():
+    """One did, by 1.4 KB: 234 us where others take 50."""
+    h200, problem = Device.named("H200"), attention_decode.Problem(128, 64, 1, 1024, 512, torch.bfloat16)
+    configs = {replace(c, num_kv_splits=1) for c in attention_decode.space(problem, h200).legal}
+    assert len(configs) > 1
+    for config in configs:
+        with traced(h200) as launches, torch.inference_mode():
+            run_op(attention_decode, problem.inputs(torch.device("meta")), config)
+        assert binaries.made(Job.of(launches[0], "sm_90")).resources.stack_bytes == 0, config
