@@ -25,7 +25,7 @@ def bench(  # noqa: PLR0913 an option each
     defaults: Annotated[bool, typer.Option("--defaults", help="Use untuned configs, even if tuned ones are stored.")] = False,
     seconds: Annotated[float, option("--seconds", "Begin no case after this many seconds; finished cases are kept.", min=0)] = float("inf"),
     draw: Annotated[int, option("--draw", "Draw N problems with each --seed, instead of the listed ones.", metavar="N", min=0)] = 0,
-    seed: Annotated[list[int] | None, option("--seed", "Seed of --draw, not 1000 to 1999. May be repeated.", metavar="S")] = None,
+    seed: Annotated[list[int] | None, option("--seed", "Seed of --draw, not 1000 to 2999. May be repeated.", metavar="S")] = None,
     jobs: Annotated[int, option("--jobs", "Check all cases and compile for them in N processes, before any is timed.", metavar="N", min=1)] = 1,
     device: Gpu = "cuda",
 ) -> int:
@@ -106,7 +106,7 @@ def tune(  # noqa: PLR0913 an option each
         bool, typer.Option("--survey", help="Keep the times of many configs of drawn problems, or of those of --shapes; resumes. No row is stored.")
     ] = False,
     raw: Annotated[Path | None, option("--raw", "Folder of the raw times, for --survey, --pack and --fit.", metavar="FOLDER")] = None,
-    seed: Annotated[int, option("--seed", "The first seed of a survey, 1000 to 1999.", metavar="FIRST")] = 1000,
+    seed: Annotated[int, option("--seed", "The first seed of a survey, 1000 to 2999.", metavar="FIRST")] = 1000,
     processes: Annotated[int | None, typer.Option("--processes", min=1, metavar="N", help="Processes of a survey, which share the GPU.")] = None,
     pack: Annotated[Path | None, option("--pack", "Pack the raw times into FOLDER, to hand in.", metavar="FOLDER")] = None,
     fit: Annotated[bool, typer.Option("--fit", help="Fit the cost model to raw times, by default those that ship; needs no GPU.")] = False,

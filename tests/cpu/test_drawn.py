@@ -104,8 +104,8 @@ def test_shares_follow_the_weights_and_leave_nobody_out():
 
 
 def test_a_fitting_seed_judges_nothing():
-    check_seeds([1, 999, 2000])
-    with pytest.raises(ValueError, match="--seed must not be one of 1000 to 1999, whose problems `tune --survey` fits to, got 1500"):
+    check_seeds([1, 999, 3000])
+    with pytest.raises(ValueError, match="--seed must not be one of 1000 to 2999, whose problems `tune --survey` fits to, got 1500"):
         bench_command(["rope"], draw=3, draw_seeds=[1, 1500])
     for options in ({"draw": 3}, {"draw_seeds": [1]}, {"draw": 3, "draw_seeds": [1], "suite": "seeds"}):
         with pytest.raises(ValueError, match="--draw and --seed must come together, and without --suite"):

@@ -264,7 +264,7 @@ def test_a_pass_is_mixed_and_drawn_with_fitting_seeds():
     assert any(task.beside for task in tasks if task.kind == "matmul")
     with pytest.raises(ValueError, match="op must be one of"):
         survey_command(["nothing"])
-    with pytest.raises(ValueError, match="1000 to 1999"):
+    with pytest.raises(ValueError, match="1000 to 2999"):
         survey_command(["rope"], seed=11)
     with pytest.raises(ValueError, match="tune needs a CUDA GPU"):
         survey_command(["rope"], console=quiet())

@@ -22,7 +22,7 @@ from .cases import cases
 from .check import op_name
 from .sizes import Sizes
 
-FITTING_SEEDS = range(1000, 2000)  # what `tilewright tune --survey` draws with: nothing is judged on these
+FITTING_SEEDS = range(1000, 3000)  # what `tilewright tune --survey` draws with: nothing is judged on these
 MOST_BYTES = 6 << 30  # of the inputs of one problem
 MOST_US = 1500.0  # the least time that a problem may need on an H200; a kernel at half the roof takes 3 ms
 READ_GBS, TFLOPS = 4490.0, 790.0  # of an H200, bf16

@@ -44,7 +44,7 @@ PASS = {
     "attention": 3, "attention_decode": 3, "attention_decode short": 2, "attention_decode long": 2, "attention_decode codes": 2,
     "mla_decode": 1, "mla": 1, "bmm": 2, "bmm wide": 2,
     "grouped_gemm": 1, "grouped_gemm fp8": 1, "moe": 1, "moe fp8": 1, "quantized_moe": 1, "sparse_index": 1,
-    "moe_route": 1, "rms_norm_route": 1, "sample": 1, "dropout": 1,
+    "moe_route": 1, "rms_norm_route": 1, "sample": 1, "adjust_logits": 1, "dropout": 1,
     "quantize_mx": 1, "mx_matmul": 1, "gated_delta_rule": 2, "ssd": 2, "causal_conv1d": 1, "rms_norm_gated": 1,
 }  # fmt: skip
 MOST = {

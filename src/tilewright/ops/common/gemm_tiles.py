@@ -13,7 +13,8 @@ CUT = 193, 768  # rows that several tiles of a sum of powers of two may cover; a
 HOPPER_FEW = (
     "0x64x512 4w 8l psb, 0x64x256 4w 8l psb, 0x64x256 4w 2o 8l psb, 0x64x128 4w 2o 8l psb, 0x128x256 8w 8l psb, 0x128x128 4w 2o 8l psb,"
     "0x128x128 8w 8l psb, 0x128x64 4w 2o 8l psb, 0x256x128 8w 8l psb, 0x256x64 8w 8l psb, 16x32x256 4w 8l ps, 16x32x256 4w 2o 8l ps,"
-    "64x8x512 4w 8l ps, 64x16x512 4w 8l ps, 0x64x128 4w 4o 3l psb, 0x64x64 4w 4o 4l psb, 0x128x64 4w 4o 3l psb"
+    "64x8x512 4w 8l ps, 64x16x512 4w 8l ps, 0x64x128 4w 4o 3l psb, 0x64x64 4w 4o 4l psb, 0x128x64 4w 4o 3l psb,"
+    "0x64x128 4w 3o 3l psb"
 )
 # From 33 to 192 rows, as a sum of two powers of two: 48, 80, 96, 144, 160, 192.
 HOPPER_SUMS = (
@@ -70,6 +71,7 @@ HOPPER_FP8_FEW = (  # up to 192 rows
     "0x64x512 4w 2o 8l sb, 0x64x512 4w 4l sb, 0x64x256 4w 2o 3l sb, 0x128x256 8w 4l sb, 0x64x256 4w 2o 3l sbu +0, 0x64x256 4w 4l sbu +0,"
     "0x128x128 4w 5l sbu +0"
 )
+HOPPER_FP8_FEWEST = "0x64x256 4w 3o 3l sb, 0x64x128 4w 3o 4l sb"  # up to 64
 HOPPER_FP8 = (
     "64x16x512 4w 8l s, 64x32x512 4w 4l s, 64x64x512 4w 4l s, 64x128x256 8w 6l s, 128x64x256 8w 5l s, 64x128x128 4w 4l +64,"
     "64x128x128 4w 2o 2l +64, 128x128x128 4w 6l p, 128x128x128 8w 6l p, 128x128x128 4w 6l +16, 128x128x128 4w 6l +64, 128x256x128 8w 4l p,"
@@ -152,8 +154,14 @@ _HOPPER: dict[str, TilesByRows] = {
         (33, ANY, HOPPER_DEEP),
         (FEW + 1, ANY, HOPPER_LONG),
     ),
-    "fp8": ((0, 192, HOPPER_FP8_FEW), (0, ANY, HOPPER_FP8), (FEW + 1, ANY, HOPPER_FP8_WAVE), (FEW + 1, ANY, HOPPER_FP8_LONG)),
-    "precise": ((0, 192, HOPPER_FP8_FEW), (0, ANY, HOPPER_FP8_PRECISE), (FEW + 1, ANY, HOPPER_FP8_WAVE)),
+    "fp8": (
+        (0, FEW, HOPPER_FP8_FEWEST),
+        (0, 192, HOPPER_FP8_FEW),
+        (0, ANY, HOPPER_FP8),
+        (FEW + 1, ANY, HOPPER_FP8_WAVE),
+        (FEW + 1, ANY, HOPPER_FP8_LONG),
+    ),
+    "precise": ((0, FEW, HOPPER_FP8_FEWEST), (0, 192, HOPPER_FP8_FEW), (0, ANY, HOPPER_FP8_PRECISE), (FEW + 1, ANY, HOPPER_FP8_WAVE)),
     "block": ((0, 32, HOPPER_BLOCK_FEW), (0, ANY, HOPPER_BLOCK)),
 }
 _BLACKWELL: dict[str, TilesByRows] = {
