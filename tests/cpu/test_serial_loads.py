@@ -9,8 +9,10 @@ import torch
 from tilewright.compile.job import Job
 from tilewright.launch import Device, traced
 from tilewright.ops import (
+    adjust_logits,
     argmax,
     attention_decode,
+    dropout,
     gated_delta_rule,
     matmul,
     moe,
@@ -26,6 +28,7 @@ H200 = Device.named("H200")
 BF16 = torch.bfloat16
 # By kernel, with as many as may be left: scalars that depend on one another.
 KERNELS = {
+    (adjust_logits, adjust_logits.Problem(16, 128_256, BF16, *5 * [True])): {"adjust_logits_kernel": 0},
     (argmax, argmax.Problem(1, 49_152, BF16)): {"argmax_merge_kernel": 0},
     (attention_decode, attention_decode.Problem(16, 4, 1, 4147, 256, BF16, page_size=16, codes=True)): {"attention_decode_merge_kernel": 0},
     (gated_delta_rule, gated_delta_rule.Problem(2, 4, 4, 4015, 128, BF16, has_state=True)): {"gates_kernel": 0, "scan_kernel": 1},
@@ -52,3 +55,21 @@ def test_loads_of_a_tile_do_not_wait_for_one_another(op, problem):
             found = binaries.made(job).resources
             assert found.serial_loads <= left[job.kernel], f"{job.kernel}: {found.serial_loads} of {found.count('LDG')} loads"
     assert left.keys() <= {Job.of(launch, "sm_90").kernel for launch in launches}
+
+
+def test_of_a_vector_of_any_length_only_the_last_tile_is_loaded_by_elements():
+    problem = dropout.Problem(11_282_418, BF16)  # no multiple of 16 bytes
+    config = next(c for c in dropout.space(problem, H200) if not c.persistent)
+    with traced(H200) as launches, torch.inference_mode():
+        run_op(dropout, problem.inputs(torch.device("meta")), config)
+    found = binaries.made(Job.of(launches[0], "sm_90")).resources
+    each = config.tile // 32 // config.num_worker_warps
+    assert found.count("STG") == each + each // 8
+
+
+def test_no_operand_of_adjust_logits_moves_between_threads():
+    problem = adjust_logits.Problem(16, 128_256, BF16, *5 * [True])
+    for config in adjust_logits.space(problem, H200):
+        with traced(H200) as launches, torch.inference_mode():
+            run_op(adjust_logits, problem.inputs(torch.device("meta")), config)
+        assert binaries.made(Job.of(launches[0], "sm_90")).resources.shared_bytes == 0, config
