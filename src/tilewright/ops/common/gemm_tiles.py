@@ -55,7 +55,7 @@ HOPPER_WAVE = (
     "64x64x128 4w 5l sf +32, 64x64x128 4w 5l bsf +32, 64x128x64 4w 6l bsf +32, 64x128x128 4w 3l bsf +32,"
     "64x128x64 4w 5l sf +64, 64x256x64 4w 4l sf +64, 256x64x64 4w 4l bsf +64, 128x512x64 4w 4c 5l bsf,"
     "64x256x64 4w 4l sf, 256x64x64 4w 4l bsf, 64x256x64 4w 4l sf +32, 256x64x64 4w 4l bsf +32,"
-    "128x128x128 4w 2l sf +16, 128x128x128 4w 2l bsf +16"
+    "128x128x128 4w 2l sf +16, 128x128x128 4w 2l bsf +16, 64x128x64 4w 6l sf +16, 64x64x128 4w 5l sf +16"
 )
 # Two accumulators, one of 256 rows or columns, in steps of 32: of steps of 64, three fit shared
 # memory. The compiler frees a step's first operand a step late, so one of them is under way, and a
