@@ -43,12 +43,13 @@ def head(lines: list[list[str]], at: int) -> list[str]:
 
 
 def newest(op: str) -> list[dict[str, Any]]:
-    """An op's listed cases: of each the last row."""
-    last: dict[str, dict[str, Any]] = {}
+    """An op's listed cases: of each the last row of a machine that had the fastest peer."""
+    own, last = {op_name(module) for module in ops.ALL}, dict[str, dict[str, Any]]()
     for row in LINES:
         if row["op"] == op and row.get("draw_seed") is None:
-            last.pop(row["case"], None)
-            last[row["case"]] = row
+            us = {peer: t for peer, t in last.get(row["case"], {}).get("peer_us", {}).items() if peer not in own and op in own}
+            if not us or {peer for peer, t in us.items() if t == min(us.values())} & {*row["peer_us"], *row["absent"]}:
+                last[row["case"]] = row
     return list(last.values())
 
 

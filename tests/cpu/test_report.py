@@ -217,3 +217,13 @@ def test_legends_of_many_names_are_whole():
         drawing.canvas.draw()
         (legend,) = drawing.legends
         assert legend.get_window_extent().y0 >= 0, draw.__name__
+
+
+def test_a_run_without_the_fastest_library_replaces_no_row():
+    def row(us, op="mla_decode", **peers):
+        return {"key": (op, "case", "H200"), "op": op, "time_us": us, "peers": peers, "absent": {}}
+
+    with_library, without, refused = row(3, flashinfer=0.7, cublas=2.0), row(2, cublas=3.0), {**row(1, cublas=4.0), "absent": {"flashinfer": "no"}}
+    assert results.newest([with_library, without]) == [with_library]
+    assert results.newest([with_library, without, refused]) == [refused]
+    assert results.newest([row(3, "generate", eager=2.0), row(2, "generate")]) == [row(2, "generate")]

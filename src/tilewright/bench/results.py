@@ -35,8 +35,17 @@ def read(paths: Iterable[Path]) -> list[Row]:
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each case on each GPU."""
-    return list({row["key"]: row for row in rows}.values())
+    """The last row of each case on each GPU.
+
+    A run of an op without the library that was the fastest peer before replaces no row: a peer that
+    is not installed is not beaten.
+    """
+    found: dict[Key, Row] = {}
+    for row in rows:
+        best = fastest(found.get(row["key"], {})) if row["op"] in OURS else None
+        if best is None or best[0] in {**row.get("peers", {}), **row.get("absent", {})}:
+            found[row["key"]] = row
+    return list(found.values())
 
 
 def replaced(rows: Iterable[Row]) -> list[Row]:
