@@ -215,7 +215,7 @@ def test_suites_of_the_engine_come_from_the_engine(monkeypatch: pytest.MonkeyPat
         (("bench", "--suite", "decode", "--draw", "3"), "--draw and --seed must come together, and without --suite"),
         (("bench", "--draw", "3"), "--draw and --seed must come together, and without --suite"),
         (("bench", "--suite", "decode", "--jobs", "2"), "--jobs must come without --suite decode"),
-        (("bench", "--draw", "3", "--seed", "1000"), "--seed must not be one of 1000 to 1999"),
+        (("bench", "--draw", "3", "--seed", "1000"), "--seed must not be one of 1000 to 2999"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(arguments, message):
