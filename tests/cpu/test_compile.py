@@ -213,6 +213,15 @@ def test_of_the_record_a_sixteenth_is_made_again(kept, monkeypatch):
             assert binaries.made(job, record).resources.registers == 7
 
 
+def test_a_record_of_another_folder_tells_the_same():
+    """The compiler computes addresses otherwise where the sources' folder has another name."""
+    here = Resources(128, 0, 0, 1024, {"FFMA": 9, "ULOP3": 31, "UTMALDG": 2, "NOP": 7}, loop=40)
+    told = binaries.told(here)
+    assert told == binaries.told(dataclasses.replace(here, instructions={"FFMA": 9, "ULOP3": 29, "UTMALDG": 2, "NOP": 9}, loop=38))
+    for changed in ({"registers": 129}, {"instructions": {**here.instructions, "FFMA": 8}}, {"instructions": {**here.instructions, "UTMALDG": 3}}):
+        assert told != binaries.told(dataclasses.replace(here, **changed))
+
+
 def test_the_record_is_the_same_whenever_it_is_packed(tmp_path):
     binaries.seed(tmp_path)
     assert binaries.pack(tmp_path, tmp_path / "again.gz") > 100

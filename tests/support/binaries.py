@@ -5,6 +5,7 @@ To make the same binaries again took a quarter of the suite's time. An entry is 
 arguments, the target and the compiler. So what has changed is not found, and is compiled.
 """
 
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # pytest-xdist's first process imports this file, and neither torch nor tilewright
-    from tilewright.compile import Compiled
+    from tilewright.compile import Compiled, Resources
     from tilewright.compile.job import Job
 
 RECORD = Path(__file__).resolve().parents[1] / "binaries.jsonl.gz"
@@ -57,8 +58,17 @@ def made(job: "Job", record: Path = RECORD) -> "Compiled":
         results.put(job, now)
     else:
         what = f"{job.kernel} for {job.arch} must be what tests/{record.name} has (python tools/binaries.py --all renews it)"
-        assert now.resources == kept.resources, what
+        assert told(now.resources) == told(kept.resources), what
     return now
+
+
+def told(resources: "Resources") -> "Resources":
+    """Without what the compiler does otherwise in a folder of another name: instructions of the
+    uniform data path (the solve of gated_delta_rule has 2896 or 2904), those that load tiles aside,
+    and with them the length of the loop.
+    """
+    counts = {name: count for name, count in resources.instructions.items() if name != "NOP" and (name[0] != "U" or name.startswith("UT"))}
+    return dataclasses.replace(resources, instructions=counts, loop=0)
 
 
 @cache
