@@ -225,5 +225,7 @@ def test_a_run_without_the_fastest_library_replaces_no_row():
 
     with_library, without, refused = row(3, flashinfer=0.7, cublas=2.0), row(2, cublas=3.0), {**row(1, cublas=4.0), "absent": {"flashinfer": "no"}}
     assert results.newest([with_library, without]) == [with_library]
+    assert results.replaced([with_library, without]) == []
+    assert results.replaced([with_library, without, refused]) == [with_library]
     assert results.newest([with_library, without, refused]) == [refused]
     assert results.newest([row(3, "generate", eager=2.0), row(2, "generate")]) == [row(2, "generate")]

@@ -40,23 +40,23 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     A run of an op without the library that was the fastest peer before replaces no row: a peer that
     is not installed is not beaten.
     """
-    found: dict[Key, Row] = {}
-    for row in rows:
-        best = fastest(found.get(row["key"], {})) if row["op"] in OURS else None
-        if best is None or best[0] in {**row.get("peers", {}), **row.get("absent", {})}:
-            found[row["key"]] = row
-    return list(found.values())
+    return [of_case[-1] for of_case in _standing(rows)]
 
 
 def replaced(rows: Iterable[Row]) -> list[Row]:
-    """The row before the last of each case that was measured more than once."""
-    last: dict[Key, Row] = {}
-    before: dict[Key, Row] = {}
+    """The row that the newest one replaced, of each case that has one."""
+    return [of_case[-2] for of_case in _standing(rows) if len(of_case) > 1]
+
+
+def _standing(rows: Iterable[Row]) -> list[list[Row]]:
+    """Of each case the rows that replaced the one before, in order."""
+    found: dict[Key, list[Row]] = {}
     for row in rows:
-        if row["key"] in last:
-            before[row["key"]] = last[row["key"]]
-        last[row["key"]] = row
-    return list(before.values())
+        of_case = found.setdefault(row["key"], [])
+        best = fastest(of_case[-1]) if of_case and row["op"] in OURS else None
+        if best is None or best[0] in {**row.get("peers", {}), **row.get("absent", {})}:
+            of_case.append(row)
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)

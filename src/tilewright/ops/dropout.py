@@ -146,6 +146,7 @@ def dropout_kernel(
         first = first + ct.load(OFFSET, (0,), ())
 
     def compute(index, whole):
+        # Of a shape that is no multiple of 16 bytes the compiler would load all tiles by elements.
         if whole:
             x = ct.load(X.slice(0, 0, X.shape[0] // TILE * TILE), (index,), (TILE,), check_bounds=False, latency=LATENCY, allow_tma=False)
         else:

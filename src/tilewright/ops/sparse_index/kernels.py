@@ -97,8 +97,18 @@ def running_sum(x):
     return before.reshape((x.shape[0],)), ct.sum(sums)
 
 
-def _seen_scores(SCORES, sequence, token, tile, start, end, TILE, LATENCY):
+def _scores_of(SCORES, KV_LEN, KV_START, token, tokens, sequence, keys, HAS_LEN, HAS_START):
+    """What `_seen_scores` reads: the scores of one of so many tokens, and the first and the end of
+    the keys that it sees.
+    """
+    start, end = _span(KV_LEN, KV_START, sequence, keys, HAS_LEN, HAS_START)
+    end = max(0, end - (tokens - 1 - token))
+    return SCORES, sequence, token, start, end
+
+
+def _seen_scores(of, tile, TILE, LATENCY):
     """A tile of order keys, and of which keys they are; NOTHING for those that are not seen."""
+    SCORES, sequence, token, start, end = of
     place = tile * TILE + ct.arange(TILE, dtype=ct.int32)
     x = ct.load(SCORES, (sequence, token, tile), (1, 1, TILE), check_bounds=False, latency=LATENCY, allow_tma=False).reshape((TILE,))
     return ct.where((place >= start) & (place < end), x, NOTHING), place
@@ -109,14 +119,14 @@ def _cut(n, low, high, WAYS):
     return min(low + (n + 1) * ((high - low + WAYS) // (WAYS + 1)), high)
 
 
-def _counted(scores, first, last, low, high, TILE, WAYS):
+def _counted(of, first, last, low, high, TILE, WAYS, LATENCY):
     """How many keys of tiles first to last lie at each cut or above."""
     counts: tuple = ()
     zeros: tuple = ()
     for n in ct.static_iter(range(WAYS)):
         counts, zeros = (*counts, ct.zeros((TILE,), ct.int32)), (*zeros, 0)
     for j in range(first, last):
-        x, _ = scores(j)
+        x, _ = _seen_scores(of, j, TILE, LATENCY)
         new: tuple = ()
         for n in ct.static_iter(range(WAYS)):
             new = (*new, counts[n] + (x >= _cut(n, low, high, WAYS).astype(ct.int32)).astype(ct.int32))
@@ -124,13 +134,13 @@ def _counted(scores, first, last, low, high, TILE, WAYS):
     return ct.reduce(counts, 0, add_each, zeros)
 
 
-def _listed(scores, first, last, low, high, wanted, certain, equal, to, OUT, BLOCK_TABLE, keys, PAGE_SIZE):
+def _listed(of, first, last, low, high, wanted, certain, equal, OUT, BLOCK_TABLE, keys, PAGE_SIZE, TILE, LATENCY):
     """Lists keys of tiles first to last: those from high on and, of those from low on, as many as
-    are wanted. certain, equal: how many of each stand before. to: token and sequence.
+    are wanted. certain, equal: how many of each stand before.
     """
-    token, sequence = to
+    _, sequence, token, _, _ = of
     for j in range(first, last):
-        x, row = scores(j)
+        x, row = _seen_scores(of, j, TILE, LATENCY)
         sure, between = x >= high, (x >= low) & (x < high)
         before, found = running_sum(sure.astype(ct.int32) + (between.astype(ct.int32) << 16))
         rank = equal + (before >> 16)
@@ -145,9 +155,10 @@ def _listed(scores, first, last, low, high, wanted, certain, equal, to, OUT, BLO
         certain, equal = certain + (found & 0xFFFF), equal + (found >> 16)
 
 
-def _mark_end(OUT, to, count, TILE):
-    """-1 behind the last of so many keys."""
-    token, sequence = to
+def _mark_end(of, OUT, TILE):
+    """-1 behind the last key of a list."""
+    _, sequence, token, start, end = of
+    count = min(OUT.shape[2], max(0, end - start))
     lane, k = ct.arange(TILE, dtype=ct.int32), OUT.shape[2]
     for j in range(count // TILE, ct.cdiv(k, TILE)):
         place = j * TILE + lane
@@ -180,17 +191,14 @@ def sparse_index_select_kernel(
     """
     pdl_overlap()
     token, sequence = ct.bid(0), ct.bid(1)
-    start, end = _span(KV_LEN, KV_START, sequence, keys, HAS_LEN, HAS_START)
-    end = max(0, end - (ct.num_blocks(0) - 1 - token))
+    of = _scores_of(SCORES, KV_LEN, KV_START, token, ct.num_blocks(0), sequence, keys, HAS_LEN, HAS_START)
+    start, end = of[3], of[4]
     first, last, k = start // TILE, ct.cdiv(end, TILE), OUT.shape[2]
-
-    def scores(j):
-        return _seen_scores(SCORES, sequence, token, j, start, end, TILE, LATENCY)
 
     low, high = ct.full((), NOTHING + 1, ct.int64), ct.full((), HIGHEST, ct.int64)
     total, above = max(0, end - start), ct.zeros((), ct.int32)  # keys at low, at high or above
     while (high - low > 1) & (total > k):
-        totals, cuts = _counted(scores, first, last, low, high, TILE, WAYS), (low, high)
+        totals, cuts = _counted(of, first, last, low, high, TILE, WAYS, LATENCY), (low, high)
         for n in ct.static_iter(range(WAYS)):
             cut, count = _cut(n, *cuts, WAYS), totals[n].item()
             enough = count >= k
@@ -200,13 +208,12 @@ def sparse_index_select_kernel(
 
     low, high, wanted = low.astype(ct.int32), high.astype(ct.int32), k - above
     none = ct.zeros((), ct.int32)
-    _listed(scores, first, last, low, high, wanted, none, none, (token, sequence), OUT, BLOCK_TABLE, keys, PAGE_SIZE)
-    _mark_end(OUT, (token, sequence), min(k, max(0, end - start)), TILE)
+    _listed(of, first, last, low, high, wanted, none, none, OUT, BLOCK_TABLE, keys, PAGE_SIZE, TILE, LATENCY)
+    _mark_end(of, OUT, TILE)
 
 
-def _bounds_behind(BOUNDS, COUNTS, to, k, FIRST, BLOCKS, WAYS):
+def _bounds_behind(BOUNDS, COUNTS, token, sequence, k, FIRST, BLOCKS, WAYS):
     """low, high and the keys at high or above, when the counts of the step before are known."""
-    token, sequence = to
     low, high, above = ct.full((), NOTHING + 1, ct.int64), ct.full((), HIGHEST, ct.int64), ct.zeros((), ct.int64)
     if not FIRST:
         low, high = ct.load(BOUNDS, (sequence, token, 0), ()), ct.load(BOUNDS, (sequence, token, 1), ())
@@ -224,8 +231,9 @@ def _bounds_behind(BOUNDS, COUNTS, to, k, FIRST, BLOCKS, WAYS):
     return low, high, above
 
 
-def _own_tiles(start, end, block, blocks, TILE):
+def _own_tiles(of, block, blocks, TILE):
     """The first tile of a token, and those of one of its blocks."""
+    start, end = of[3], of[4]
     begin, last = start // TILE, ct.cdiv(end, TILE)
     each = ct.cdiv(max(0, last - begin), blocks)
     first = begin + block * each
@@ -260,18 +268,14 @@ def sparse_index_count_kernel(
     """
     pdl_overlap()
     block, token, sequence = ct.bid(0), ct.bid(1), ct.bid(2)
-    start, end = _span(KV_LEN, KV_START, sequence, keys, HAS_LEN, HAS_START)
-    end = max(0, end - (ct.num_blocks(1) - 1 - token))
-    bounds = _bounds_behind(BOUNDS, COUNTS, (token, sequence), TOPK, FIRST, BLOCKS, WAYS)
+    of = _scores_of(SCORES, KV_LEN, KV_START, token, ct.num_blocks(1), sequence, keys, HAS_LEN, HAS_START)
+    bounds = _bounds_behind(BOUNDS, COUNTS, token, sequence, TOPK, FIRST, BLOCKS, WAYS)
     if block == 0:
         for i in ct.static_iter(range(3)):
             ct.store(NEW_BOUNDS, (sequence, token, i), bounds[i])
 
-    def scores(j):
-        return _seen_scores(SCORES, sequence, token, j, start, end, TILE, LATENCY)
-
-    _, first, last = _own_tiles(start, end, block, ct.num_blocks(0), TILE)
-    totals = _counted(scores, first, last, bounds[0], bounds[1], TILE, WAYS)
+    _, first, last = _own_tiles(of, block, ct.num_blocks(0), TILE)
+    totals = _counted(of, first, last, bounds[0], bounds[1], TILE, WAYS, LATENCY)
     for n in ct.static_iter(range(WAYS)):
         ct.store(NEW_COUNTS, (sequence, token, block, n), totals[n].item())
     ct.store(NEW_COUNTS, (sequence, token, block, WAYS), 0)
@@ -300,20 +304,15 @@ def sparse_index_list_kernel(
     """
     pdl_overlap()
     block, token, sequence = ct.bid(0), ct.bid(1), ct.bid(2)
-    start, end = _span(KV_LEN, KV_START, sequence, keys, HAS_LEN, HAS_START)
-    end = max(0, end - (ct.num_blocks(1) - 1 - token))
-    to, k = (token, sequence), OUT.shape[2]
-    low, high, above = _bounds_behind(BOUNDS, COUNTS, to, k, False, BLOCKS, WAYS)
-    low, high, wanted = low.astype(ct.int32), high.astype(ct.int32), k - above.astype(ct.int32)
+    of = _scores_of(SCORES, KV_LEN, KV_START, token, ct.num_blocks(1), sequence, keys, HAS_LEN, HAS_START)
+    low, high, above = _bounds_behind(BOUNDS, COUNTS, token, sequence, OUT.shape[2], False, BLOCKS, WAYS)
+    low, high, wanted = low.astype(ct.int32), high.astype(ct.int32), OUT.shape[2] - above.astype(ct.int32)
 
-    def scores(j):
-        return _seen_scores(SCORES, sequence, token, j, start, end, TILE, LATENCY)
-
-    begin, first, last = _own_tiles(start, end, block, ct.num_blocks(0), TILE)
+    begin, first, last = _own_tiles(of, block, ct.num_blocks(0), TILE)
     certain, equal = ct.zeros((TILE,), ct.int32), ct.zeros((TILE,), ct.int32)
     for j in range(begin, min(first, last)):
-        x, _ = scores(j)
+        x, _ = _seen_scores(of, j, TILE, LATENCY)
         certain, equal = certain + (x >= high).astype(ct.int32), equal + ((x >= low) & (x < high)).astype(ct.int32)
-    _listed(scores, first, last, low, high, wanted, ct.sum(certain), ct.sum(equal), to, OUT, BLOCK_TABLE, keys, PAGE_SIZE)
+    _listed(of, first, last, low, high, wanted, ct.sum(certain), ct.sum(equal), OUT, BLOCK_TABLE, keys, PAGE_SIZE, TILE, LATENCY)
     if block == 0:
-        _mark_end(OUT, to, min(k, max(0, end - start)), TILE)
+        _mark_end(of, OUT, TILE)
