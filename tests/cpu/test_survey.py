@@ -164,6 +164,7 @@ def test_a_search_keeps_every_time_that_it_raced():
     raced = {str(row.config): row for row in rows}
     assert all(row.spread_us is not None for row in rows)
     assert set(raced) == {str(plain(SPACE[i])) for i in (0, 3, 5)}
+    assert len(rows) == 3, "one row each, of however many captures"
     best = raced[str(plain(SPACE[3]))]
     assert (best.time_us, best.spread_us, best.spill_bytes, best.problem) == (4.0, 0.1, 8, plain(PROBLEM))
 

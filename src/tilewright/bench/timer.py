@@ -29,9 +29,9 @@ MOST_PASS_CALLS = 64  # of a graph of such a pass
 HOST_US = 100.0  # more than any op's host time: an eager call that takes longer waits for the GPU
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Timing:
-    """Time of one call. time_us: median over rounds.
+    """Time of one call; a faster one is less. time_us: median over rounds.
 
     spread_us: half the distance between the 20th and 80th percentile.
     """

@@ -40,7 +40,8 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
 
     op: its name. digest: of what the config launches (identity.launches_digest).
     compiler: versions of cuda-tile and tileiras. problem, config, runner_up: fields as JSON types.
-    time_us, spread_us, default_us, runner_up_us: of one call, in one interleaved run.
+    time_us, spread_us, default_us, runner_up_us: of one call, timed interleaved; of the median
+        capture where there are three.
     tried, dropped: configs timed, and configs that the compile report or the accuracy rule refused.
     accuracy: largest rms_ratio and worst_ratio of the outputs, over what the accuracy rule allows.
     """

@@ -31,7 +31,7 @@ class Timed(msgspec.Struct, frozen=True, omit_defaults=True, rename={
     """One config of one problem, measured.
 
     problem, config: fields as JSON types. time_us: of one call, None where the config broke the GPU
-        and is not to be tried again.
+        and is not to be tried again. If a search took three captures, this is the median one.
     spread_us: half the distance between the 20th and 80th percentile of the passes; None for a
         rough time, which tells 5 %.
     spill_bytes: of stack. digest, compiler: as in a tuned row (launch.table.Row). error: why there

@@ -4,7 +4,7 @@
      `- rough    timed as it gets ready, in short replays; a loser only by its first two calls
          `- passes   only if many are near: all of them in turn, which tells the best few
          `- race     the best few beside the default, interleaved, on inputs that are not in the L2
-             |       cache; the closest ones twice
+             |       cache; the closest ones three times, of which the median counts
              `- check    the winner under the accuracy rule; if it is wrong the next takes its place
 
 Where compiling and timing happen is a `Workbench`. workbench.py has the one of a GPU, tests hand in
@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from statistics import median_low
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -29,9 +30,11 @@ from ..launch.table import Row, digest_of, plain
 from ..testing import Accuracy, op_name, run_op
 
 LOSER = 2.0  # times the best so far: not timed further
-MARGIN = 1.12  # of the best rough time: within it a config is near. A rough time is good to 5 %, the race to 1 %
+MARGIN = 1.12  # of the best rough time: within it a config is near. A rough time is good to 5 %
 FINALISTS = 16
-CLOSE = 1.03  # of the best time of the race: within it a config is timed again, since two captures of a kernel may differ by 2 %
+CLOSE = 1.08  # of the best time of the race: within it a config is timed again, since two captures of a kernel may differ by 8 %
+CLOSEST = 12  # configs that are timed again at most, the best
+CAPTURES = 3  # of each of them; their median counts
 TIE = 1.005  # a win by less does not count: the config that stands first in the space, with the default as the very first, wins
 
 
@@ -204,18 +207,21 @@ def _finalists(clock: Clock, configs: Sequence[Any], rough: dict[int, float]) ->
 
 
 def _raced(clock: Clock, configs: Sequence[Any], finalists: Sequence[int]) -> dict[int, Timing]:
-    times = dict(zip(finalists, clock.race([configs[i] for i in finalists]), strict=True))
-    limit = CLOSE * min(timing.time_us for timing in times.values())
-    close = [i for i in times if times[i].time_us <= limit]
-    if len(close) > 1:
-        again = clock.race([configs[i] for i in close])
-        times |= {i: Timing((times[i].time_us + t.time_us) / 2, max(times[i].spread_us, t.spread_us)) for i, t in zip(close, again, strict=True)}
+    """The median capture of each. The fastest has CAPTURES, unless nobody else is close."""
+    captures: dict[int, list[Timing]] = {i: [] for i in finalists}
+    due = list(finalists)
+    while due:
+        for i, timing in zip(due, clock.race([configs[i] for i in due]), strict=True):
+            captures[i].append(timing)
+        times = {i: median_low(found) for i, found in captures.items()}
+        close = [i for i in sorted(times, key=times.__getitem__)[:CLOSEST] if times[i].time_us <= CLOSE * min(times.values()).time_us]
+        due = [i for i in close if len(captures[i]) < CAPTURES] if len(close) > 1 else []
     return times
 
 
 def _ranking(times: dict[int, Timing]) -> list[int]:
     """Fastest first; of those that tie with the fastest, the one that stands first in the space."""
-    order = sorted(times, key=lambda i: times[i].time_us)
+    order = sorted(times, key=times.__getitem__)
     tied = [i for i in order if times[i].time_us <= TIE * times[order[0]].time_us]
     first = min(tied)
     return [first, *(i for i in order if i != first)]
