@@ -29,9 +29,9 @@ import torch
 from tilewright import ops
 from tilewright.bench.report import case_name
 from tilewright.ops import matmul
-from tilewright.testing import op_name
+from tilewright.testing import asked, op_name
 from tilewright.testing.cases import cases
-from tilewright.tune.search import asked, search
+from tilewright.tune.search import search
 from tilewright.tune.store import Store
 from tilewright.tune.workbench import Gpu
 

@@ -36,7 +36,7 @@ from tilewright.compile.job import Job, one_line
 from tilewright.compile.signature import kernel_signature
 from tilewright.launch import Bound, Device, Traced, identity, traced
 from tilewright.ops import matmul
-from tilewright.testing import op_name, run_op
+from tilewright.testing import asked, op_name, run_op
 from tilewright.testing.cases import cases
 
 FITS, SPILLS, BROKEN, ILLEGAL = toy_outer.FITS, toy_outer.SPILLS, toy_outer.BROKEN, toy_outer.ILLEGAL
@@ -101,6 +101,14 @@ def test_a_default_that_spills_or_breaks_fails_the_report(cache):
 def test_problems_with_one_binary_share_a_row(cache):
     rows = report(cache, 64, 512, defaults_only=True)
     assert [(row.problem, row.problems) for row in rows] == [("m=64 k=64 dtype=bfloat16", 2)]
+
+
+@pytest.mark.parametrize("defaults_only", [True, False])
+def test_a_problem_gets_the_configs_that_its_call_asks_for(cache, defaults_only):
+    """And keeps its own inputs: of what a call asks, sizes are rounded up."""
+    rows = report(cache, 500, defaults_only=defaults_only)
+    assert [(row.problem, row.default, row.verdict) for row in rows[:1]] == [("m=500 k=64 dtype=bfloat16", True, "ok")]
+    assert len(rows) == (1 if defaults_only else 4)
 
 
 def test_the_handful_of_problems_covers_every_kernel_and_dtype_by_its_largest(monkeypatch):
@@ -336,20 +344,8 @@ def test_json_has_every_number_and_the_versions(cache):
     assert "tileiras" in plain["toolchain"]
     assert [row["verdict"] for row in plain["rows"]] == ["ok", "SPILLS", "FAILED", "FAILED"]
     first = plain["rows"][0]
-    assert set(first) == {
-        "op",
-        "arch",
-        "kernel",
-        "config",
-        "problem",
-        "problems",
-        "default",
-        "compiled",
-        "threads",
-        "weights",
-        "verdict",
-        "per_weight",
-    }
+    names = {"op", "arch", "kernel", "config", "problem", "problems", "default", "compiled", "threads", "weights", "verdict", "per_weight"}
+    assert set(first) == names
     assert set(first["compiled"]) == {"resources", "cubin_bytes", "compile_s", "error", "cached"}
     assert set(first["compiled"]["resources"]) == {"registers", "stack_bytes", "local_bytes", "shared_bytes", "instructions", "loop", "serial_loads"}
     assert plain["rows"][2]["compiled"]["resources"] is None
@@ -388,7 +384,7 @@ def default_jobs(op, arch) -> dict[tuple, tuple[Job, str]]:
     """
     device = Device.for_arch(arch)
     largest_first = sorted(dict.fromkeys(cases(op, "bench") + cases(op, "real")), key=work_of, reverse=True)
-    problem = next((problem for problem in largest_first if op.space(problem, device)), None)  # a space prices each config
+    problem = next((p for p in largest_first if op.space(asked(op, p, device), device)), None)  # a space prices each config
     if problem is None:
         assert not device.has_fp8
         return {}
@@ -396,7 +392,7 @@ def default_jobs(op, arch) -> dict[tuple, tuple[Job, str]]:
 
 
 def jobs_of(op, problem, device) -> dict[tuple, tuple[Job, str]]:
-    config = op.space(problem, device)[0]
+    config = op.space(asked(op, problem, device), device)[0]
     with traced(device) as launches, torch.inference_mode():
         run_op(op, problem.inputs(torch.device("meta")), config)
     assert launches

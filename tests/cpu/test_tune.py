@@ -22,11 +22,11 @@ from tilewright.engine.problems import of_engine
 from tilewright.launch import Device, decision_of, forget_plans, traced
 from tilewright.launch.table import SHIPPED, plain, read_rows, rebuilt
 from tilewright.ops import matmul, rms_norm, silu_mul
-from tilewright.testing import op_name, run_op
+from tilewright.testing import asked, op_name, run_op
 from tilewright.testing.cases import cases
 from tilewright.testing.problems import of_file
 from tilewright.tune.command import config_filter, export_command, import_command, prune_command, show_command, state, tune
-from tilewright.tune.search import asked, search
+from tilewright.tune.search import search
 from tilewright.tune.store import Store
 from tilewright.tune.workbench import Gpu, unfit
 
@@ -153,6 +153,17 @@ def test_every_op_can_be_tuned_and_its_row_is_found_by_the_call(op):
         forget_plans()
         assert decision_of(op).decide(wanted, H200) == (configs[-1], "user table")
         assert rebuilt(type(wanted), json.loads(json.dumps(plain(wanted)))) == wanted
+
+
+def test_a_problem_that_the_gpu_cannot_run_is_named_and_the_next_one_is_tuned(capsys):
+    class Older(MadeUp):
+        device = Device.named("A100")
+
+    codes = matmul.Problem(64, 4096, 4096, torch.float8_e4m3fn, out_dtype=torch.bfloat16)
+    assert asked(matmul, codes, Older.device) == codes
+    assert tune([(matmul, codes), (rms_norm, PROBLEM)], Older(), Store(), Console(width=500, highlight=False)) == 1
+    assert "must have a config on A100, got none" in capsys.readouterr().out
+    assert [row.op for row in Store().rows()] == ["rms_norm"]
 
 
 def test_the_shipped_rows_hold_and_untuned_calls_lose_little_to_them():

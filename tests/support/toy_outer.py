@@ -1,5 +1,5 @@
 """An op for tests of the compile report: out = x @ y, in tiles that fit, spill or fail as Config
-says.
+says. A call asks with its rows rounded up, as others do with a cache's length.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from tilewright.launch import Cost, Decision, Device, Launch
+from tilewright.launch import Cost, Decision, Device, Launch, next_pow2
 
 SCALE = 1.0
 
@@ -69,5 +69,5 @@ DECISION = Decision("toy_outer", problem=Problem, arguments=("x", "out", "alpha"
 
 def toy_outer(x: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], x.shape[0])
-    DECISION.launches(Device.of(x), m=x.shape[0], k=x.shape[1], dtype=x.dtype).run(x, out, 0.5)
+    DECISION.launches(Device.of(x), m=next_pow2(x.shape[0]), k=x.shape[1], dtype=x.dtype).run(x, out, 0.5)
     return out

@@ -10,7 +10,7 @@ import torch
 
 from ..launch import Device, Traced, traced
 from ..ops.common.weight_formats import step_weights
-from ..testing import op_name, run_op
+from ..testing import asked, op_name, run_op
 from ..testing.cases import cases
 from .build import compile_launches
 from .cache import ResultCache
@@ -33,7 +33,7 @@ class Row:
 
     problem, config: as text. `problems` problems need this binary with this config; `problem` is
         the first.
-    default: `config` is the first of its space, which an untuned call uses.
+    default: `config` is the first of the space for what a call asks, which an untuned call uses.
     kernel: "" if the op's own code failed before a launch.
     threads: those of a block that compute. weights: small weights that a block decodes in a step.
     """
@@ -114,7 +114,7 @@ def _defaults(op: ModuleType, device: Device) -> Iterator[tuple[Any, Any]]:
     """
     for problem in dict.fromkeys(cases(op, "bench") + cases(op, "real")):
         try:
-            configs = op.space(problem, device)
+            configs = op.space(asked(op, problem, device), device)
         except Exception:
             yield problem, None
         else:
@@ -143,7 +143,7 @@ def _rows(op: ModuleType, problem: Any, device: Device, defaults_only: bool) -> 
     """A row for each launch, not yet compiled; or one row with the error of the op's own code."""
     configs: list[Any] = [None]
     try:
-        configs = op.space(problem, device)[: 1 if defaults_only else None]
+        configs = op.space(asked(op, problem, device), device)[: 1 if defaults_only else None]
     except Exception as error:
         yield _row(op, problem, None, device, True, Compiled(error=one_line(error))), None
         return

@@ -4,6 +4,7 @@ benchmark.
 
 from .accuracy import Accuracy as Accuracy, accuracy as accuracy, assert_accurate as assert_accurate
 from .check import (
+    asked as asked,
     check_op as check_op,
     op_name as op_name,
     outputs as outputs,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import forced_config
+from ..launch import Device, forced_config, traced
 from .accuracy import Accuracy, assert_accurate
 from .poison import embed, poisoned_empty
 
@@ -69,6 +69,28 @@ def run_op(op: ModuleType, inputs: dict[str, Any], config: Any = None) -> Any:
         return public_function(op)(**inputs)
     with forced_config(op.plan, config):
         return public_function(op)(**inputs)
+
+
+class _Asked(Exception):
+    """Ends a call where it would decide."""
+
+
+def asked(op: ModuleType, problem: Any, device: Device) -> Any:
+    """The problem that the op itself puts together for these inputs: what a call will look up.
+
+    Sizes may be rounded up, such as a cache's length, and what only a benchmark knows is missing.
+    The device may be one that cannot run it.
+    """
+
+    def end(wanted: Any, unused: Device) -> None:
+        raise _Asked(wanted)
+
+    try:
+        with traced(device), torch.inference_mode():
+            run_op(op, problem.inputs(torch.device("meta")), end)
+    except _Asked as found:
+        return found.args[0]
+    return problem
 
 
 def _map(inputs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:

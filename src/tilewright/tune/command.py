@@ -21,12 +21,12 @@ from ..interpret.threads import cores
 from ..launch import Device, argument_error, check_name, decision_of, forget_plans, require_gpu, table as tables
 from ..launch.files import replace_file, write_json
 from ..launch.table import Key, Row, key_of, log_file, plain, read_rows, shipped_file
-from ..testing import op_name
+from ..testing import asked, op_name
 from ..testing.cases import cases
 from ..testing.drawn import FITTING_SEEDS
 from ..testing.problems import Task, of_file
 from . import raw
-from .search import Found, Workbench, asked, row_key, search
+from .search import Found, Workbench, row_key, search
 from .store import Store, encoded
 from .survey import PASS, Part, in_parts
 from .workbench import Gpu

@@ -21,13 +21,12 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import cuda.tile as ct
-import torch
 
 from ..bench.timer import Timing
 from ..compile.job import one_line
-from ..launch import Device, decision_of, decisions, traced
+from ..launch import Device, decision_of
 from ..launch.table import Row, digest_of, plain
-from ..testing import Accuracy, op_name, run_op
+from ..testing import Accuracy, asked, op_name
 
 LOSER = 2.0  # times the best so far: not timed further
 MARGIN = 1.12  # of the best rough time: within it a config is near. A rough time is good to 5 %
@@ -99,16 +98,6 @@ class Found:
     times: list[tuple[Any, float]]
     spreads: list[float]
     dropped: list[tuple[Any, str]]
-
-
-def asked(op: ModuleType, problem: Any, device: Device) -> Any:
-    """The problem that the op itself puts together for these inputs: what a call will look up.
-
-    It may lack what only a benchmark knows.
-    """
-    with traced(device), decisions() as found, torch.inference_mode():
-        run_op(op, problem.inputs(torch.device("meta")))
-    return next((d.problem for d in found if d.plan is op.plan), problem)
 
 
 def row_key(op: ModuleType, wanted: Any, device: Device, compiler: str) -> dict[str, Any]:

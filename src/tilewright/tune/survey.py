@@ -27,11 +27,11 @@ from ..launch import Device, decision_of
 from ..launch.parent import end_with_parent
 from ..launch.table import digest_of, plain
 from ..select.neighbours import size_names
-from ..testing import op_name
+from ..testing import asked, op_name
 from ..testing.drawn import FITTING_SEEDS, draw, mixed, op_of_kind
 from ..testing.problems import of_file
 from . import raw
-from .search import Workbench, asked
+from .search import Workbench
 from .workbench import Gpu
 
 # Problems of a pass, by kind, and the most configs of one problem.
