@@ -15,8 +15,10 @@ from tilewright.ops import quantized_matmul as op, quantized_moe as moe
 from tilewright.ops.common import weight_formats
 from tilewright.ops.common.weight_formats import E4M3, FORMATS, pack, unpack
 from tilewright.ops.quantized_matmul import Config, Problem
+from tilewright.ops.quantized_matmul.candidates import legal
 from tilewright.ops.quantized_matmul.decision import LEFT
 from tilewright.ops.quantized_moe.kernels import quantized_moe_pieces_kernel
+from tilewright.testing.check import check_op
 from tilewright.testing.poison import poisoned_empty
 
 ALL = pytest.mark.parametrize("of", FORMATS.values(), ids=str(list(FORMATS)).strip("[]").replace("'", "").split(", "))
@@ -127,6 +129,24 @@ def test_shares_of_k_that_end_unevenly_are_summed():
     for runs, split in ((1, 4), (2, 3), (4, 2), (4, 8)):
         with forced_config(op.plan, Config(8, 64, runs, split, scale_sums=True)):
             assert (quantized_matmul(**inputs).double() - expected).abs().max() < 2**-7 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["int4-128-zeros", "mxfp4", "int8"])
+def test_tiles_of_any_number_of_rows_cover_all(name):
+    """The last tile is cut behind, in, and in front of its last rows; none is where one has no
+    rows.
+    """
+    for m, split in ((28, 1), (25, 2), (20, 1), (17, 3), (13, 2)):
+        config = Config(8, 64, 1, split, extra_m=6)
+        for given in ({"bias": True}, {"norm": True, "residual": True}):
+            check_op(op, Problem(m, 130, 640, name, **given), torch.device("cpu"), config)
+    sm_90 = Device.named("H200")
+    found = {c.rows for c in op.space(Problem(129, 8192, 8192, name), sm_90).legal}
+    assert {128, 144, 160} <= found
+    assert {c.rows for c in op.space(Problem(128, 8192, 8192, name), sm_90).legal} <= {64, 128}
+    config = Config(128, 128, num_worker_warps=8, tma_scales=name != "int8")
+    assert [legal(Problem(m, 256, 256, name), dataclasses.replace(config, extra_m=48), sm_90) for m in (160, 161)] == [False, True]
+    assert not legal(Problem(200, 256, 256, name), dataclasses.replace(config, extra_m=16, pieces=True), sm_90)
 
 
 def test_weights_that_come_ahead_change_no_bit():

@@ -33,10 +33,12 @@ AMPERE_DECODE = ((64, 1, 2, 4, 4),)
 # tile_m, tile_n, runs, occupancy, latency, warps: the weights of a step are decoded while the
 # tensor cores work on those of the other warpgroup.
 MANY = ((256, 128, 1, 1, 8, 8), (128, 128, 1, 1, 5, 8), (64, 128, 1, 2, 5, 4), (64, 64, 1, 2, 4, 4))
+HOPPER_MANY = (*MANY, (128, 64, 1, 2, 5, 4))
 CONSUMER_MANY = ((128, 64, 1, 1, 3, 8), (64, 128, 1, 1, 3, 8), (64, 64, 1, 2, 3, 4))
 AMPERE_MANY = ((64, 64, 1, 1, 3, 8),)
+EXTRA = (16, 32, 64, 128)  # rows of x beside a tile of many, on sm_90, where they were timed
 FEW_TILES = {"sm_80": AMPERE_DECODE, "sm_120": CONSUMER_DECODE, "sm_121": CONSUMER_DECODE}
-MANY_TILES = {"sm_80": AMPERE_MANY, "sm_120": CONSUMER_MANY, "sm_121": CONSUMER_MANY}
+MANY_TILES = {"sm_80": AMPERE_MANY, "sm_90": HOPPER_MANY, "sm_120": CONSUMER_MANY, "sm_121": CONSUMER_MANY}
 
 
 def candidates(p: Problem, device: Device) -> Iterator[Config]:
@@ -89,6 +91,13 @@ def _tiles(p: Problem, device: Device) -> Iterator[Config]:
         if tile_m <= max(64, rows):
             c = Config(tile_m, tile_n, runs, latency=latency, occupancy=occupancy, num_worker_warps=warps)
             yield from _shared(c, p, device)
+            if p.m > FEW and device.arch == "sm_90":
+                for extra in (e for e in EXTRA if e < tile_m and _padded(p.m, tile_m + e) < _padded(p.m, tile_m)):
+                    yield from _shared(replace(c, extra_m=extra), p, device)
+
+
+def _padded(rows: int, tile: int) -> int:
+    return -(-rows // tile) * tile
 
 
 def _shared(c: Config, p: Problem, device: Device) -> Iterator[Config]:
@@ -102,14 +111,14 @@ def _resident(c: Config, device: Device) -> int:
 
 
 def legal(p: Problem, c: Config, device: Device) -> bool:
-    """A warpgroup scales the weights of one panel. Where shared memory is small, four runs that
-    come ahead take 255 registers and 91 KB (sm_120).
+    """Each accumulator has rows. A warpgroup scales the weights of one panel. Where shared memory
+    is small, four runs that come ahead take 255 registers and 91 KB (sm_120).
 
     Those of two would pass through shared memory, as would zero points (8192 x 8192, one row, H200:
     mxfp4 19 and 32 us; int4-128-zeros took 34).
     """
     of = p.format
-    if c.ahead > c.least_steps(p):
+    if c.ahead > c.least_steps(p) or (c.extra_m and (c.pieces or p.m <= c.rows - (c.extra_m & -c.extra_m))):
         return False
     if not steps_fit(c, _step_bytes(p, c), device) or (c.ahead and c.runs > MOST_AHEAD and device.arch in STEPS_BYTES):
         return False
@@ -125,7 +134,7 @@ def legal(p: Problem, c: Config, device: Device) -> bool:
 
 
 def _step_bytes(p: Problem, c: Config) -> int:
-    return c.runs * (4 * WORDS * c.tile_n + (p.columns if c.pieces else 2) * p.format.run * c.tile_m)
+    return c.runs * (4 * WORDS * c.tile_n + (p.columns if c.pieces else 2) * p.format.run * c.rows)
 
 
 def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
@@ -150,19 +159,19 @@ def work(p: Problem, c: Config, device: Device) -> tuple[Work, ...]:
     waits = 2 + c.tile_n // 16 // c.num_worker_warps
     # What x has in shared memory: a row of 16 bits, or columns of 8. The sums of each are scaled.
     bytes_x = deep * (p.columns if c.pieces else 2)
-    decode = PIECES_INSTRUCTIONS[of.code] + c.tile_m * p.columns / of.run if c.pieces else INSTRUCTIONS[of.code]
+    decode = PIECES_INSTRUCTIONS[of.code] + c.rows * p.columns / of.run if c.pieces else INSTRUCTIONS[of.code]
     product = Work(
         blocks=tiles * parts,
         resident=_resident(c, device),
         per_sm=c.occupancy,
         steps=steps,
-        flops=bytes_x * c.tile_m * c.tile_n + FLOPS * decode * c.tile_n * deep,
-        kinds=(f"{of.bits} {c.tile_n}x{c.runs} {c.occupancy}{c.latency}{c.num_worker_warps}{'p' * c.pieces}",),
-        fill=c.runs * 4 * WORDS * c.tile_n + bytes_x * min(p.m, c.tile_m),
-        padding=bytes_x * max(0, c.tile_m - p.m),
+        flops=bytes_x * c.rows * c.tile_n + FLOPS * decode * c.tile_n * deep,
+        kinds=(f"{of.bits} {c.tile_n}x{c.runs} {c.occupancy}{c.latency}{c.num_worker_warps}{'p' * c.pieces}{'+' * (c.extra_m > 0)}",),
+        fill=c.runs * 4 * WORDS * c.tile_n + bytes_x * min(p.m, c.rows),
+        padding=bytes_x * max(0, c.rows - p.m),
         dram=p.cost().size_bytes * steps / each + (sums if left else 0.0),
-        out=c.tile_m * c.tile_n,
-        serial=waits * c.runs * (of.run / 128) * min(1.0, FEW / c.tile_m),
+        out=c.rows * c.tile_n,
+        serial=waits * c.runs * (of.run / 128) * min(1.0, FEW / c.rows),
         partial=0.0 if left else sums,
         stages=stages(c, _step_bytes(p, c), device) if c.latency >= 5 or c.pieces else 1,
     )
@@ -175,7 +184,7 @@ def family(p: Problem, c: Config) -> str:
     """What the model errs alike about."""
     of = p.format
     how = f"{of.code}/{of.group}{'z' * of.zeros}{'s' * c.scale_sums}{'+' * (c.split_k > 1)}"
-    return f"{how} {c.tile_m}x{c.tile_n}x{c.runs} {c.occupancy}{c.num_worker_warps}{c.latency}{'t' * c.tma_scales}{'p' * c.pieces}"
+    return f"{how} {c.rows}x{c.tile_n}x{c.runs} {c.occupancy}{c.num_worker_warps}{c.latency}{'t' * c.tma_scales}{'p' * c.pieces}"
 
 
 CHOICES = Choices("quantized_matmul", candidates, legal, work, family, tie=TIE)

@@ -111,6 +111,8 @@ class Config:
     tma_scales: the scales of a step come as one tile by TMA; else each thread loads its own.
     band: tile rows of the tile order that share weights in L2.
     latency, occupancy, num_worker_warps: compiler hints.
+    extra_m: rows of x of a block beside tile_m, in accumulators of their own, so that a tile need
+        not be a power of two; 0 for none.
     """
 
     tile_m: int
@@ -125,10 +127,16 @@ class Config:
     latency: int = 5
     occupancy: int = 1
     num_worker_warps: int = 4
+    extra_m: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Of x in a tile."""
+        return self.tile_m + self.extra_m
 
     def tiles(self, p: Problem) -> int:
         """Of the output."""
-        return -(-p.m // self.tile_m) * -(-p.n // self.tile_n)
+        return -(-p.m // self.rows) * -(-p.n // self.tile_n)
 
     def parts(self, p: Problem) -> int:
         """Blocks for a tile, none of them without a step."""

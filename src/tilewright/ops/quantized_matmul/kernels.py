@@ -8,7 +8,7 @@ import cuda.tile as ct
 
 from ..common.pdl import pdl_launch_dependents, pdl_overlap, pdl_wait
 from ..common.pieces import PIECES, add_products, store_pieces, store_whole_pieces, summed
-from ..common.tiles import ZERO, added_shares, gated, grouped_tile, rounded_sum, vector_chunk
+from ..common.tiles import ZERO, added_shares, gated, grouped_tile, rounded_sum, vector_chunk, widths_of, zeros_of
 from ..common.weight_formats import E2M1, E4M3, INT4, ROWS, WORDS
 from ..common.weight_tiles import SMALL, add_product, unit
 
@@ -39,6 +39,7 @@ def quantized_matmul_kernel(
     SHARES: ct.Constant[int],
     EVEN: ct.Constant[bool],
     AHEAD: ct.Constant[int],
+    EXTRA_M: ct.Constant[int],
     LATENCY: ct.Constant[int],
 ):
     """out [m, n] = x [m, k] @ weight [n, k].T, a tile of TILE_N rows of the weight to a block.
@@ -51,9 +52,12 @@ def quantized_matmul_kernel(
     SQUARES: squares [m, SQUARES or fewer], whose rows' sums are the means that a norm divides by.
     EVEN: the tiles end with the rows of the weight.
     AHEAD: of so many steps the weights come while the launch before ends; each share has as many.
+    EXTRA_M: a tile has so many rows of x more than TILE_M, and an accumulator for each power of two
+        of them; the weights of a step are decoded once for all.
     """
     pdl_launch_dependents()
-    tiles_m, tiles_n = ct.cdiv(x.shape[0], TILE_M), ct.cdiv(scales.shape[1], TILE_N)
+    length = TILE_M + EXTRA_M
+    tiles_m, tiles_n = ct.cdiv(x.shape[0], length), ct.cdiv(scales.shape[1], TILE_N)
     tile_m, tile_n = grouped_tile(ct.bid(0), tiles_m, tiles_n, BAND)
     RUN = WORDS * (8 if CODE == INT4 or CODE == E2M1 else 4)
     DEEP = RUN * RUNS  # k of a step
@@ -71,27 +75,36 @@ def quantized_matmul_kernel(
         ready = (*ready, weights(first + i))
     pdl_wait()
 
-    def added(acc, step, loaded, scale, zero):
-        rows = ct.load(x, (tile_m, step), (TILE_M, DEEP), padding_mode=ZERO, latency=LATENCY)
-        for i in ct.static_iter(range(RUNS)):
-            q = ct.extract(loaded, (0, i, 0, 0), (TILE_N // ROWS, 1, ROWS, WORDS)).reshape((TILE_N, WORDS))
-            y = ct.extract(rows, (0, i), (TILE_M, RUN)).transpose()
-            acc = add_product(acc, q, y, scale, zero, i, (GROUP, GROUPS), (RUN, RUNS, CODE), SCALE_SUMS)
-        return acc
+    runs = _runs(x, tile_m, TILE_M, EXTRA_M, DEEP)
 
-    acc = ct.zeros((TILE_N, TILE_M), ct.float32)
+    def added(accs, step, loaded, scale, zero):
+        found: tuple = ()
+        for j in ct.static_iter(range(len(accs))):
+            acc, (view, at, _) = accs[j], runs[j]
+            rows = view.load((at, step), latency=LATENCY)
+            for i in ct.static_iter(range(RUNS)):
+                q = ct.extract(loaded, (0, i, 0, 0), (TILE_N // ROWS, 1, ROWS, WORDS)).reshape((TILE_N, WORDS))
+                y = ct.extract(rows, (0, i), (rows.shape[0], RUN)).transpose()
+                acc = add_product(acc, q, y, scale, zero, i, (GROUP, GROUPS), (RUN, RUNS, CODE), SCALE_SUMS)
+            found = (*found, acc)
+        return found
+
+    accs = zeros_of(TILE_N, widths_of(TILE_M, EXTRA_M))
     for i in ct.static_iter(range(AHEAD)):
-        acc = added(acc, first + i, *ready[i])
+        accs = added(accs, first + i, *ready[i])
     for step in range(first + AHEAD, last):
-        acc = added(acc, step, *weights(step))
-    if GROUP == 0:
-        scale = ct.load(scales, (0, tile_n), (1, TILE_N), padding_mode=ZERO, allow_tma=False)
-        acc = acc * (scale.reshape((TILE_N, 1)) * unit(CODE))
-    elif CODE == E2M1:
-        acc = acc * SMALL
-    if SQUARES > 0:
-        acc = acc * _rstd(squares, tile_m, TILE_M, SQUARES, eps)
-    _finish(acc.transpose(), factor, bias, out, (share, tile_m, tile_n), FACTOR, BIAS, SHARES)
+        accs = added(accs, step, *weights(step))
+    for j in ct.static_iter(range(len(accs))):
+        acc, (_, at, START) = accs[j], runs[j]
+        if GROUP == 0:
+            scale = ct.load(scales, (0, tile_n), (1, TILE_N), padding_mode=ZERO, allow_tma=False)
+            acc = acc * (scale.reshape((TILE_N, 1)) * unit(CODE))
+        elif CODE == E2M1:
+            acc = acc * SMALL
+        if SQUARES > 0:
+            acc = acc * _rstd(_rows_from(squares, 0, START), at, acc.shape[1], length, SQUARES, eps)
+        if START == 0 or tile_m * length + START < x.shape[0]:
+            _finish(acc.transpose(), factor, bias, out, (share, tile_m, tile_n), START, length, FACTOR, BIAS, SHARES)
 
 
 @ct.kernel
@@ -117,23 +130,45 @@ def _steps(words, RUNS, share, SHARES):
     return share * each, min(share * each + each, steps)
 
 
-def _rstd(squares, tile_m, TILE_M, SQUARES, eps):
-    """[1, TILE_M]: what the norm of each row multiplies it by."""
-    mean = ct.sum(ct.load(squares, (tile_m, 0), (TILE_M, SQUARES), padding_mode=ZERO, allow_tma=False), axis=1)
+def _runs(x, tile_m, TILE_M, EXTRA_M, DEEP):
+    """Of each accumulator: a view of its rows of x, in which neighbouring tiles are TILE_M +
+    EXTRA_M rows apart; the tile to load, which may lie before one that is cut; and where they begin
+    in a tile.
+    """
+    found: tuple = ()
+    START, STEP = 0, TILE_M + EXTRA_M
+    for TALL in ct.static_iter(widths_of(TILE_M, EXTRA_M)):
+        view = _rows_from(x, 0, START).tiled_view((TALL, DEEP), padding_mode=ZERO, traversal_steps=(STEP, DEEP))
+        found = (*found, (view, min(tile_m, ct.cdiv(x.shape[0] - START, STEP) - 1) if START else tile_m, START))
+        START = START + TALL
+    return found
+
+
+def _rows_from(array, AXIS, START):
+    return array.slice(AXIS, START, array.shape[AXIS]) if START else array
+
+
+def _rstd(squares, tile_m, TILE_M, STEP, SQUARES, eps):
+    """[1, TILE_M]: what the norm of each row multiplies it by. STEP: rows between tiles."""
+    view = squares.tiled_view((TILE_M, SQUARES), padding_mode=ZERO, traversal_steps=(STEP, SQUARES))
+    mean = ct.sum(view.load((tile_m, 0), allow_tma=False), axis=1)
     return (1.0 / ct.sqrt(mean + eps)).reshape((1, TILE_M))  # rsqrt is 2 ulp off in fp32
 
 
-def _finish(acc, factor, bias, out, at, FACTOR, BIAS, SHARES):
-    """Stores a tile [TILE_M, TILE_N] of sums over a share of k. at: the share, and the tile."""
+def _finish(acc, factor, bias, out, at, START, STEP, FACTOR, BIAS, SHARES):
+    """Stores a tile [TILE_M, TILE_N] of sums over a share of k. at: the share, and the tile, of
+    those that begin at row START and are STEP rows apart.
+    """
     if FACTOR:
         acc = acc * ct.load(factor, (0,), (1,), allow_tma=False)
     if BIAS:
         more = ct.load(bias, (at[2],), (acc.shape[1],), padding_mode=ZERO, allow_tma=False).astype(ct.float32)
         acc = acc + (more if SHARES == 1 else ct.where(at[0] == 0, more, 0.0))
     if SHARES == 1:
-        ct.store(out, at[1:], acc.astype(out.dtype))
+        _rows_from(out, 0, START).tiled_view(acc.shape, traversal_steps=(STEP, acc.shape[1])).store(at[1:], acc.astype(out.dtype))
     else:
-        ct.store(out, at, acc.reshape((1, *acc.shape)), allow_tma=False)
+        shape = (1, *acc.shape)
+        _rows_from(out, 1, START).tiled_view(shape, traversal_steps=(1, STEP, acc.shape[1])).store(at, acc.reshape(shape), allow_tma=False)
 
 
 def _columns(array, step, tile_n, how):
@@ -262,7 +297,7 @@ def quantized_matmul_few_kernel(
         ready = (*ready, weights(first + i))
     pdl_wait()
     if SQUARES > 0:
-        rstd = _rstd(squares, 0, TILE_M, SQUARES, eps)
+        rstd = _rstd(squares, 0, TILE_M, TILE_M, SQUARES, eps)
 
     def added(acc, step, loaded, scale, zero):
         x = ct.load(codes, (0, step), (WIDE, DEEP), padding_mode=ZERO, latency=LATENCY)
@@ -279,7 +314,7 @@ def quantized_matmul_few_kernel(
         y = y * ct.load(scales, (0, tile_n), (1, TILE_N), padding_mode=ZERO, allow_tma=False).reshape((TILE_N, 1))
     if SQUARES > 0:
         y = y * rstd
-    _finish(y.transpose(), factor, bias, out, (share, 0, tile_n), FACTOR, BIAS, SHARES)
+    _finish(y.transpose(), factor, bias, out, (share, 0, tile_n), 0, TILE_M, FACTOR, BIAS, SHARES)
 
 
 def _groups(array, step, tile_n, TILE_N, GROUP, DEEP, LATENCY):
