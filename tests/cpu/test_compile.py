@@ -27,7 +27,6 @@ from tilewright.compile import (
     ResultCache,
     compile_launches,
     compile_ops,
-    disassemble as disassembler,
     representative,
 )
 from tilewright.compile.command import as_json, compile_command, exit_code, print_rows, summary
@@ -245,7 +244,7 @@ def test_the_tool_that_renews_it_runs_every_test_that_asks():
     assert all(list(found(file)) for file in Path(__file__).parent.glob("test_*.py") if "binaries.made(" in file.read_text())
 
 
-# ------------------------------------------------------------------------ jobs and the disassembler
+# ------------------------------------------------------------------------------------------- jobs
 def test_an_error_of_the_caller_is_a_row_too(cache):
     launch = launch_of(64, FITS)
     args = {name: value for name, value in launch.args.items() if name != "alpha"}
@@ -258,49 +257,6 @@ def test_an_error_of_the_caller_is_a_row_too(cache):
 def test_a_kernel_that_no_worker_could_import_is_named(cache):
     job = dataclasses.replace(Job.of(launch_of(64, FITS), "sm_90"), kernel="outer.<locals>.inner")
     assert job.run().error == "LookupError: kernel must be an attribute of its module, got toy_outer.outer.<locals>.inner"
-
-
-def test_output_of_the_disassembler_is_read():
-    text = """
- Function f:
-  REG:40 STACK:16 SHARED:2048 LOCAL:0 CONSTANT[0]:1024 TEXTURE:0 SURFACE:0 SAMPLER:0
-\t.headerflags\t@"EF_CUDA_SM100"
-        /*0000*/                   LDC R1, c[0x0][0x28] ;          /* 0x00000a00ff017b82 */
-                                                                   /* 0x000fe20000000800 */
-        /*0010*/              @!P0 STL.64 [R1+0x8], R2 ;           /* 0x0000000000027919 */
-        /*0020*/              @UP1 UTCHMMA gdesc[UR20], UP0 ;      /* 0x0000000000027919 */
-        /*0030*/               @P1 UTCQMMA gdesc[UR20], UP0 ;      /* 0x0000000000027919 */
-        /*0040*/                   HMMA.16816.F32 R4, R4, R8, RZ ; /* 0x0000000000027919 */
-        /*0050*/                   UTMALDG.2D [UR12], [UR32] ;     /* 0x0000000000027919 */
-        /*0060*/                   FMNMX R4, R4, R8, !PT ;         /* 0x0000000000027919 */
-"""
-    mix = {"LDC": 1, "STL": 1, "UTCHMMA": 1, "UTCQMMA": 1, "HMMA": 1, "UTMALDG": 1, "FMNMX": 1}
-    found = disassembler.parse(text)
-    assert found == Resources(40, 16, 0, 2048, mix)
-    looped = (
-        text
-        + """
-        /*0070*/                   LOP3.LUT R4, R4, 0xf, RZ, 0xc0, !PT ;
-        /*0080*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R24], R5 ;
-        /*0090*/              @!P0 BRA 0x80 ;
-        /*00a0*/                   FFMA R4, R4, R8, R4 ;
-        /*00b0*/               @P0 BRA 0x70 ;
-        /*00c0*/                   BRA 0x80 ;
-        /*00d0*/               @P0 BRA 0x60 ;
-"""
-    )
-    assert disassembler.parse(looped).loop == 5, "not the wait inside of it, nor the loop around it"
-    assert not found.spills, "a few registers are a cost, not a ban"
-    assert disassembler.parse(text.replace("STACK:16", "STACK:72")).spills
-    assert set(found.matrix) == {"UTCHMMA", "UTCQMMA", "HMMA"}
-    with pytest.raises(ValueError, match="REG"):
-        disassembler.parse("nothing")
-
-
-def test_a_missing_disassembler_names_its_package(monkeypatch):
-    monkeypatch.setattr(disassembler, "find_tool", lambda name: None)
-    with pytest.raises(FileNotFoundError, match=r"cuobjdump must be installed \(pip install 'tilewright\[cuda\]'\)"):
-        disassembler.disassemble(b"")
 
 
 def test_the_signature_is_the_one_a_launch_would_compile():

@@ -156,9 +156,10 @@ def _cells(row: Row) -> tuple[str, ...]:
         numbers: tuple[str, ...] = ("-",) * 10
     else:
         matrix = " ".join(f"{name} {n}" for name, n in found.matrix.items()) or "-"
+        counts = (str(found.count(name)) for name in ("UTMALDG", "LDL", "STL"))
+        code = (matrix, *counts, str(row.per_weight or "-")) if found.instructions else ("?",) * 5
         usage = found.registers, found.stack_bytes, found.shared_bytes
-        counts = (found.count(name) for name in ("UTMALDG", "LDL", "STL"))
-        numbers = (*map(str, usage), matrix, *map(str, counts), str(row.per_weight or "-"), str(made.cubin_bytes), f"{made.compile_s:.1f}")
+        numbers = (*map(str, usage), *code, str(made.cubin_bytes), f"{made.compile_s:.1f}")
     verdict = row.verdict + (" default" if row.default else "")
     problem = row.problem + (f" (+{row.problems - 1})" if row.problems > 1 else "")
     return (*head, *numbers, verdict, made.error or row.config, problem if not made.error else f"{row.config} | {problem}")
