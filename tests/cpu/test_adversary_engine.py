@@ -1,6 +1,7 @@
 """What a second adversary found in the engine, in decisions and in shared keys."""
 
 import copy
+import math
 import pickle
 import re
 import threading
@@ -66,6 +67,12 @@ def test_a_grammar_that_allows_no_token_is_refused() -> None:
         after = torch.stack((last[0], torch.zeros_like(last[1])))
         written = engine.generate([[5], [6]], 3, stop=[31], masks=lambda written: after if written[1] else last)
         assert written.tokens == [[69, 69, 69], [31]]
+        how = EngineSampling(temperature=0, logit_bias={31: -math.inf, 69: -1e300})  # token 0 came of these too
+        for token, mask in ((31, last[1:]), (69, last[:1])):
+            with pytest.raises(ValueError, match=r"sequence 0 must be of at least one token, .*, whose logit_bias is above -inf, got none"):
+                engine.generate([[5]], 3, sampling=how, masks=lambda written, mask=mask: mask)
+            both = mask | torch.tensor([[2, 0, 0]], dtype=torch.int32)
+            assert engine.generate([[5]], 2, sampling=how, masks=lambda written, both=both: both).tokens == [[1, 1]], token
 
 
 def test_options_that_are_no_booleans_are_named() -> None:

@@ -255,7 +255,7 @@ class Engine(checks.Lone, AbstractContextManager["Engine"]):
         tell = on_tokens or (lambda gained: None)
         # A step more runs before the host knows the tokens, where none of them can end a sequence.
         ahead = int(self.mode == "graph" and self._pages is None and not (ending.possible or masks))
-        allow = (lambda: None) if masks is None else (lambda: self._state.choice.allow(masks(tokens), ending.ended))
+        allow = (lambda: None) if masks is None else (lambda: self._state.choice.allow(masks(tokens), ending.ended, chosen_by))
         try:
             with self._here():
                 batch = bucket(len(rows), self.max_batch)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -82,6 +83,15 @@ class Sampling:
 LIKELIEST = Sampling(temperature=0)
 
 
+@lru_cache(maxsize=8)
+def _offered(vocab: int, never: tuple[int, ...]) -> Tensor:
+    """int32 [words]: the bits of all tokens but `never`; those behind the vocabulary name none."""
+    bits = torch.zeros(math.ceil(vocab / WORD) * WORD, dtype=torch.int64)
+    bits[:vocab] = 1
+    bits[[token for token in never if 0 <= token < vocab]] = 0
+    return (bits.view(-1, WORD) << torch.arange(WORD)).sum(-1).int()
+
+
 class Choice:
     """The device tensors that a choice reads and writes.
 
@@ -131,9 +141,9 @@ class Choice:
             bias = self._table("bias", vocab, torch.float32, 1).zero_()
             bias[0, torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=self._device)] = values.to(self._device)
 
-    def allow(self, mask: Tensor, ended: Sequence[bool]) -> None:
+    def allow(self, mask: Tensor, ended: Sequence[bool], sampling: Sampling) -> None:
         """mask: int32 [sequences, words], the tokens that may come next, as a grammar has them.
-        ended: the sequences whose rows do not count.
+        ended: the sequences whose rows do not count. sampling: whose biases may forbid tokens.
         """
         vocab, sequences = self._shape[1], len(ended)
         wide = math.ceil(vocab / WORD)
@@ -141,11 +151,12 @@ class Choice:
             raise TypeError(f"a grammar's mask must be a tensor, got {mask!r:.80}")
         if mask.dtype != torch.int32 or mask.shape != (sequences, wide):
             raise argument_error("a grammar's mask", f"int32 [{sequences}, {wide}], a row for each sequence", f"{mask.dtype} {tuple(mask.shape)}")
-        named = mask != 0
-        named[:, -1] = mask[:, -1] & (2 ** ((vocab - 1) % WORD + 1) - 1) != 0  # bits behind the vocabulary name no token
+        never = tuple(token for token, bias in sampling.logit_bias.items() if bias < -torch.finfo(torch.float32).max)
+        named = (mask & _offered(vocab, never).to(mask.device)) != 0
         for i, (some, done) in enumerate(zip(named.any(-1).tolist(), ended, strict=True)):
             if not some and not done:
-                raise argument_error(f"a grammar's mask of sequence {i}", "of at least one token, as for the end of a text", "none")
+                be = "of at least one token, as for the end of a text" + (", whose logit_bias is above -inf" if never else "")
+                raise argument_error(f"a grammar's mask of sequence {i}", be, "none")
         self._table("mask", wide, torch.int32, self._shape[0])[: len(mask)].copy_(mask)
 
     def calls(self, buffers: StepBuffers, tokens: Tensor, draws: Tensor, sampling: Sampling, *, masked: bool) -> Emit:
