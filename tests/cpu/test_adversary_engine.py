@@ -216,6 +216,7 @@ def test_a_call_names_the_argument_that_is_of_another_kind() -> None:
             ({"masks": "x"}, "masks must be a function, got 'x'"),
             ({"on_tokens": "x"}, "on_tokens must be a function, got 'x'"),
             ({"decode": "x", "stop_texts": ["a"]}, "decode must be a function, got 'x'"),
+            ({"decode": bytes, "stop_texts": ["a"]}, r"decode must return a text, got b'"),
             ({"masks": lambda written: [[1, 2, 3]]}, r"a grammar's mask must be a tensor, got \[\[1, 2, 3\]\]"),
             ({"sampling": EngineSampling(temperature=0, logit_bias=every)}, "logit_bias must be above -inf for at least one token, got -inf for all"),
         ):

@@ -44,4 +44,6 @@ class Ending:
         assert self._decode is not None
         # A token may spell less than a letter, but few do in a row.
         tail = self._decode(mine[-4 * max(map(len, self._texts)) :])
+        if not isinstance(tail, str):
+            raise TypeError(f"decode must return a text, got {tail!r:.80}")
         return any(text in tail for text in self._texts)
