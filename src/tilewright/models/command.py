@@ -22,7 +22,7 @@ from ..ops.common.weight_formats import FORMATS
 from . import chat_template
 from .generate import GREEDY, Comparison, Draw, compare, encode
 from .load import AS_STORED, DTYPES, Loaded, load
-from .quantized import formats_of, is_quantized, parameters, quantize, weight_bytes, weight_formats
+from .quantized import HEAD_FORMAT, formats_of, is_quantized, parameters, quantize, weight_bytes, weight_formats
 from .quantized_folder import check_output, save_quantized
 from .shard import shard_of
 
@@ -160,6 +160,9 @@ def refuse_comparison(loaded: Loaded) -> None:
 
 def quantize_command(model: str, where: torch.device, weight_format: str, out: Path, *, trust_remote_code: bool = False) -> int:
     """Loads, quantises, writes, and says how many bytes that saved."""
+    if HEAD_FORMAT in weight_format:
+        rounded = "a format alone: a folder's head keeps its 16 bits, and `--weights` of generate and serve rounds it too"
+        raise argument_error("--format", rounded, repr(weight_format))
     check_name("--format", FORMATS, weight_format)
     check_output(out)
     loaded = load_and_say(model, torch.device("cpu"), torch.bfloat16, trust_remote_code=trust_remote_code)
