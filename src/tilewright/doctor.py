@@ -26,8 +26,10 @@ import cuda.tile as ct
 import platformdirs
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from .launch import Bound, Device, Launch, traced
+from .launch.console import plain_console
 from .launch.files import write_json
 
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
@@ -102,13 +104,12 @@ class System:
 
 def doctor_command(json_file: Path | None = None, *, system: System | None = None, console: Console | None = None) -> int:
     """Prints every check. Returns 1 if something required fails, else 0."""
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or plain_console()
     found: list[Check] = []
     for check in checks(system or System()):
         found.append(check)
         mark, style = MARKS[check.status]
-        console.print(f"[{style}]{mark}[/] {check.name:<18} ", end="")
-        console.print(check.found + (f"  ->  {check.mend}" if check.mend else ""), markup=False)
+        console.print(Text.assemble((mark, style), f" {check.name:<18} {check.found}" + (f"  ->  {check.mend}" if check.mend else "")))
     if json_file:
         write_json(json_file, [dataclasses.asdict(check) for check in found])
     return 1 if any(check.status == "fail" for check in found) else 0

@@ -1,5 +1,6 @@
 """What an adversary did to the command line: files that do not run, options that mean nothing."""
 
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from rich.console import Console
 from shell import run
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import tilewright
 from tilewright import cli, command_line
 from tilewright.command_line import terminal
 from tilewright.compile.build import worker_pool
@@ -24,6 +26,7 @@ from tilewright.engine.mega.pack import decided
 from tilewright.engine.mega.shape import schedule_of
 from tilewright.engine.problems import of_engine
 from tilewright.launch import Device
+from tilewright.launch.console import plain_console, write
 from tilewright.launch.files import replace_file
 from tilewright.launch.names import nearest
 from tilewright.models import outline_of
@@ -307,6 +310,33 @@ def test_a_text_that_is_no_utf_8_and_a_tiny_temperature(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, r"error: prompt must be UTF-8 text, got '\udcff'")
     coldest, likeliest = (json.loads(run(*base, "--prompt", "x", "--temperature", each).stdout) for each in (1e-300, 0))
     assert coldest["ours"]["tokens"] == likeliest["ours"]["tokens"]
+
+
+def test_texts_are_printed_letter_for_letter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich read styles and pictures in paths and in answers, and made spaces of tabs."""
+    odd, text = tmp_path / "[/b]:a:", "d[i:b:j]\t[red]"
+    tiny_chat.write(odd)
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(odd))
+    *rows, _, last = run("tune", "--show", "argmax").stdout.splitlines()
+    assert last.endswith(f"yours are in {odd / 'tuned.json'}")
+    assert {line.count("\t") for line in rows} == {9}
+    (odd / "m.py").write_text(HEAD.replace("def k", "def a") + "def example_a(): return (1,), (1.0,)\n")
+    assert f"{odd / 'm.py'}:a: all blocks" in run("interpret", f"{odd / 'm.py'}:a").stdout
+    row = {"op": "rms_norm", "case": "rows=1", "gpu": "H200", "date": "2026-11-30", "problem": {}}
+    (odd / "rows").write_text(json.dumps(row))
+    assert f"{odd}/out/index.html" in run("report", odd / "rows", "-o", odd / "out").stdout
+    (odd / "prompts").write_text(text)
+    for how in (("--prompt", text), ("--prompt-file", odd / "prompts", "--batch", 1)):
+        assert f"> {text}\n" in run("generate", "--model", odd, "--device", "cpu", "--max-new-tokens", 1, *how).stdout
+    stream = io.StringIO()
+    write(plain_console(file=stream), f"{text}\r")  # as answers are
+    assert stream.getvalue() == f"{text}\r"
+
+
+def test_commands_print_on_no_console_of_their_own() -> None:
+    own = re.compile(r"(?<!plain_)\bConsole\(")
+    files = [path for path in Path(tilewright.__path__[0]).rglob("*.py") if path.parts[-2:] != ("launch", "console.py")]
+    assert not [path.name for path in files if own.search(path.read_text())]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gptj"])

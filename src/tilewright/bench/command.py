@@ -20,6 +20,7 @@ from .. import ops
 from ..compile.ahead import Ahead
 from ..compile.job import one_line
 from ..launch import Device, check_name, require_gpu
+from ..launch.console import plain_console
 from ..testing import op_name
 from ..testing.cases import cases
 from ..testing.drawn import draw_all
@@ -65,7 +66,7 @@ def bench_command(  # noqa: PLR0913 an option each
     Returns: the exit code: 1 when an answer was wrong, 2 without a GPU.
     """
     began = time.monotonic()
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console()
     chosen = ops.named(names)
     if suite:
         check_name("--suite", SUITES, suite)

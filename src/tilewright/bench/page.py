@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ..launch.console import plain_console
 from . import results
 from .published import SHEETS, Figure, amount, best_row, figures
 from .results import Against, Change, Row
@@ -32,7 +33,7 @@ def report_command(paths: Sequence[Path], *, out: Path = Path("report"), against
             replaced.
     Returns: 0. Raises: ValueError for a file that holds anything else, or no row.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or plain_console()
     rows = results.read(paths)
     if not rows:
         raise ValueError(f"results must hold at least one row, got none in {', '.join(map(str, paths))}")

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from .. import ops
 from ..launch import Device, argument_error
+from ..launch.console import plain_console
 from ..launch.files import write_json
 from ..testing import op_name, run_op
 from ..testing.cases import cases
@@ -63,7 +64,7 @@ def profile_command(what: str, *, case: str = "", lines: int = 0, generate: Sequ
     Raises: ValueError for an unknown op or case; FileNotFoundError that says how to install the
         profiler.
     """
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console()
     if what == "generate":
         found = _generation(generate)
         _show_sums(console, found)

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from .. import ops as all_ops
 from ..launch import Device
+from ..launch.console import plain_console
 from ..launch.files import write_json
 from .cache import toolchain
 from .disassemble import require_tools
@@ -60,14 +61,14 @@ def compile_command(
     Returns: 1 if a default config spills or fails, else 0.
     Raises: ValueError for an unknown op or architecture; ToolMissing without one.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or plain_console()
     require_tools()
     archs = archs_of(arch)
     chosen = all_ops.named(ops)
     for name in archs:
         Device.for_arch(name)
     with Progress(
-        TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True
+        TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=plain_console(stderr=True), transient=True
     ) as progress:
         bar = progress.add_task("compile", total=None)
         lines = Lines(progress.console)

@@ -9,10 +9,10 @@ from typing import Any
 
 import cuda.tile as ct
 import msgspec
-from rich.console import Console
 
 from ..interpret.api import interpret
 from ..interpret.errors import KernelError
+from ..launch.console import plain_console
 from ..launch.files import write_json
 from .cache import toolchain
 from .own import compile_report
@@ -80,7 +80,7 @@ def interpret_command(name: str, *, json_file: Path | None = None, trace: Path |
 
     options: those of `interpret`.
     """
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = plain_console()
     kernel, grid, args = call_of(name)
     looked = [word.replace("_", " ") for word, value in options.items() if value is True]
     error = None
@@ -111,7 +111,7 @@ def _as_json(error: KernelError | ct.TileError) -> dict[str, Any]:
 
 def compile_own_command(names: Sequence[str], *, archs: Sequence[str], json_file: Path | None = None) -> int:
     """Compiles kernels of files. Returns 1 if one spills or fails, else 0."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = plain_console()
     reports = []
     for name in names:
         reports.append(compile_report(*call_of(name), archs))

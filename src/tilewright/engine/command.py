@@ -22,6 +22,7 @@ from torch import Tensor
 from ..bench.ceilings import measure_ceilings
 from ..bench.report import command, versions
 from ..launch import Device, argument_error, dtype_name
+from ..launch.console import plain_console
 from ..launch.files import replace_file
 from ..models import Loaded, load, patch
 from ..models.command import refuse_comparison
@@ -124,7 +125,7 @@ def measure_command(
         refuse_comparison(loaded)
     model, device = loaded.model, loaded.model.device
     prompts, new = prompts_of(model, sizes.batch, sizes.prompt_tokens), sizes.max_new_tokens
-    errors = Console(stderr=True)
+    errors = plain_console(stderr=True)
     found = Measured.of(loaded, sizes, _copy_gbs(device), kv_dtype)
     model.generation_config.eos_token_id = None  # a checkpoint's stop token would end a timed run at random
     for mode in baselines:
@@ -155,7 +156,7 @@ def tell(found: Measured, *, json_file: Path | None) -> int:
     if json_file:
         replace_file(json_file, "".join(json.dumps(line) + "\n" for line in rows_of(found)).encode())
     # The table needs about 130 columns.
-    _show(Console(highlight=False, width=None if Console(stderr=True).is_terminal else 160), found)
+    _show(plain_console(soft_wrap=False, width=None if plain_console(stderr=True).is_terminal else 160), found)
     by_name = {run.name: run.tokens for run in found.runs}
     both = "tilewright graph" in by_name and "tilewright eager" in by_name
     return int(both and by_name["tilewright graph"] != by_name["tilewright eager"])
@@ -184,7 +185,7 @@ def measure_rank(  # noqa: PLR0913 picklable, by position
     _check_sizes(*sizes)
     transformers_logging.disable_progress_bar()
     shard, alone = group.shard, f"one device {engine}"
-    errors = Console(stderr=True, quiet=shard.rank > 0, force_terminal=False if shard.rank > 0 else None)
+    errors = plain_console(stderr=True, quiet=shard.rank > 0, force_terminal=False if shard.rank > 0 else None)
     runs: list[Run] = []
     logits: dict[str, Tensor] = {}
     truth: Tensor | None = None

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..bench.ceilings import Ceilings
 from ..bench.command import ready
 from ..bench.report import append_jsonl
+from ..launch.console import plain_console
 from ..models import Loaded, load
 from ..models.quantized import quantize
 from .command import Measured, Sizes, case_of, collect, equal, prompts_of, ready_engine, rows_of
@@ -67,7 +68,7 @@ def decode_command(*, json_file: Path | None = None, case: str = "", peers: bool
     seconds: no case is begun after as many.
     """
     until = time.monotonic() + seconds
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console()
     setup = ready(device, console)
     count = 0
     for one in CASES:
@@ -106,7 +107,7 @@ def measure_decode(loaded: Loaded, case: Case, ceilings: Ceilings, console: Cons
     for mode in (mode for mode in MODES if cuda or mode != "graph"):
         name = f"{case_of(loaded, 1, case.prompt, case.new)} mode={mode}"
         try:
-            ready = ready_engine(model, (1, case.prompt, case.new), mode, Console(quiet=True), room=case.room)
+            ready = ready_engine(model, (1, case.prompt, case.new), mode, plain_console(quiet=True), room=case.room)
             with ready as (engine, start_s):
                 run = run_engine(engine, f"tilewright {mode}", prompts, case.new)
                 size, steps_us = engine.step_bytes(1, case.prompt + case.new // 2), kernel_us(engine, prompts, case.new, run)

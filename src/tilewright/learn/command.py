@@ -18,6 +18,7 @@ from ..bench.report import Row, append_jsonl, case_name
 from ..bench.timer import ROUNDS
 from ..compile import Compiled, compile_launches, require_tools
 from ..launch import Device, argument_error, traced
+from ..launch.console import plain_console
 from ..testing import check_op, op_name, public_function, run_op
 from . import SEQ_LENS, ladders
 from .ladder import Ladder, Step
@@ -52,7 +53,7 @@ def learn_command(
     Raises: KeyError for an unknown subject; ValueError for an unknown architecture, or if there are
         no times to write into the files.
     """
-    console = Console(highlight=False)
+    console = plain_console(soft_wrap=False)
     console.width = max(console.width, WIDTH)
     timed = torch.cuda.is_available() and not arch
     if plot and subject != "attention":

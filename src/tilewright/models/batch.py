@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..launch import counted, dtype_name
+from ..launch.console import write
 from ..launch.files import write_json
 from .command import console_of, opened
 from .generate import Draw, check_positions, choices_of, encode, engine_choices_of, stop_tokens, stops_of, text_of, tokens_alone
@@ -76,8 +77,8 @@ def answers_command(
             if silent:
                 continue
             for one in answer:
-                out.print(f"> {one.prompt}", style="bold")
-                out.print(f"{one.text}\n")
+                write(out, f"> {one.prompt}\n", bold=True)
+                write(out, f"{one.text}\n\n")
             if json_file:
                 write_json(json_file, about | {"answers": [asdict(one) for one in answers], "launches": dict(launches)})
     seconds, tokens = time.perf_counter() - start, sum(len(one.tokens) for one in answers)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.utils import logging
 
 from ..interpret.threads import choose_threads_once
 from ..launch import argument_error, check_name, chosen_device, dtype_name
+from ..launch.console import plain_console, write
 from ..launch.files import write_json
 from ..ops.common.weight_formats import FORMATS
 from . import chat_template
@@ -114,13 +116,8 @@ def answer_command(
     console = console_of(silent)
     loaded, options = opened(model, where, dtype, question, group=group, trust_remote_code=trust_remote_code, weights=weights)
     prompt_ids = encode(loaded, question.prompt, raw=question.raw)
-    console.print(f"> {question.prompt}", style="bold")
-
-    def show(text: str) -> None:
-        console.print(text, end="")
-        console.file.flush()
-
-    on_text = None if silent else show
+    write(console, f"> {question.prompt}\n", bold=True)
+    on_text = None if silent else partial(write, console)
     how: dict[str, Any] = {name: getattr(question, name) for name in ("max_new_tokens", "draw", "stock", "engine")}
     result = compare(loaded, prompt_ids, **how, on_text=on_text, options=options)
     console.print()
@@ -179,7 +176,7 @@ def quantize_command(model: str, where: torch.device, weight_format: str, out: P
 @contextmanager
 def _bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal."""
-    stderr = Console(stderr=True)
+    stderr = plain_console(stderr=True)
     columns = TextColumn(what), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal) as progress:
         bar = progress.add_task(what, total=None)
@@ -187,7 +184,7 @@ def _bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], Non
 
 
 def console_of(quiet: bool) -> Console:
-    return Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+    return plain_console(quiet=quiet)
 
 
 def _headline(loaded: Loaded, seconds: float) -> str:

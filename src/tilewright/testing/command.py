@@ -11,6 +11,7 @@ from rich.console import Console
 
 from .. import ops
 from ..launch import Device, chosen_device
+from ..launch.console import plain_console
 from ..launch.files import write_json
 from .cases import cases
 from .check import check_op, op_name
@@ -24,7 +25,7 @@ def verify_command(names: list[str] | None = None, *, quick: bool = False, json_
     runs only the small ones. Returns the exit code: 1 if any config is wrong.
     quick: defaults only. device: "cuda", "cpu"; by default a GPU if there is one.
     """
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console()
     where, chosen = chosen_device(device), ops.named(names)
     here = Device.of(torch.empty(0, device=where))
     console.print(f"verify on {here.name} ({here.arch}): RMS and worst element as a share of what the accuracy rule allows")

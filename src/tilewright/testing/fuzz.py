@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .. import ops
 from ..launch import Device, chosen_device
+from ..launch.console import plain_console
 from ..launch.parent import end_with_parent
 from ..ops.grouped_gemm import grouped_gemm_list
 from .accuracy import accuracy
@@ -361,7 +362,7 @@ def fuzz_command(
     one, on a GPU up to 16, since a case waits for compilers and for the host. tell: takes a row of
     what ran.
     """
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console()
     where, chosen = chosen_device(device), ops.named(names)
     if case:
         if len(chosen) != 1:
@@ -410,7 +411,7 @@ def run(names: Sequence[str], where: torch.device, seed: int, end: float, job: i
     """Every jobs-th family from number `job` on, until the time is over; each round of families has
     one of each op, in another order.
     """
-    chosen, tallies, console = ops.named(list(names)), {name: Tally() for name in names}, Console(soft_wrap=True, highlight=False)
+    chosen, tallies, console = ops.named(list(names)), {name: Tally() for name in names}, plain_console()
     for index in itertools.count(job, jobs):
         number, place = divmod(index, len(chosen))
         op = chosen[(place + number) % len(chosen)]

@@ -19,6 +19,7 @@ from .. import ops
 from ..bench.report import case_name
 from ..interpret.threads import cores
 from ..launch import Device, argument_error, check_name, decision_of, forget_plans, require_gpu, table as tables
+from ..launch.console import plain_console, write
 from ..launch.files import replace_file, write_json
 from ..launch.table import Key, Row, key_of, log_file, plain, read_rows, shipped_file
 from ..testing import asked, op_name
@@ -66,7 +67,7 @@ def tune_command(  # noqa: PLR0913 an option each
     Returns: 0; 1 if a problem got no row; 2 without a GPU; 130 after Ctrl-C, which keeps what is
     done.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or plain_console()
     if sum(map(bool, (problems, shapes, from_log))) > 1:
         raise ValueError("at most one of --model, --shapes and --from-log must be given")
     began = time.monotonic()
@@ -111,7 +112,7 @@ def survey_command(  # noqa: PLR0913 an option each
         ones.
     Returns: as `tune_command`.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or plain_console()
     until = time.monotonic() + seconds
     if unknown := [name for name in names or () if name not in PASS]:
         ops.named(unknown)
@@ -140,7 +141,7 @@ def pack_command(target: Path, *, folder: Path | None = None, console: Console |
 
     Packed times can be handed in or shipped.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or plain_console()
     source = folder or raw.user_folder()
     if not (gpus := raw.gpus_of(source)):
         raise argument_error("--raw", "a folder of raw times, as --survey makes them", str(source))
@@ -196,7 +197,7 @@ def tune(
         console.print(f"{len(tasks) - len(todo)} of {len(tasks)} problems are tuned already; --again measures them anew")
     gains, failed, began = [], 0, time.monotonic()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=plain_console(stderr=True), transient=True) as progress:
         bar, inner = progress.add_task("problems", total=len(todo)), progress.add_task("configs", total=None)
         try:
             prepared = 0
@@ -285,7 +286,7 @@ def show_command(names: list[str] | None = None, *, case: str = "", json_file: P
     case: only rows whose problem contains this text, as printed.
     json_file: gets the same rows, with all that is stored of them.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or plain_console()
     wanted = {decision_of(op).op for op in ops.named(names)}
     own = Store().rows()
     keys = {row.key for row in own}
@@ -303,7 +304,7 @@ def show_command(names: list[str] | None = None, *, case: str = "", json_file: P
         console.print(table)
     else:
         for line in lines:
-            console.out("\t".join(line), highlight=False)
+            write(console, "\t".join(line) + "\n")
     for text in gain_lines([row for _, row in rows]):
         console.print(text)
     console.print(f"{len(rows)} rows; yours are in {Store().path}")
@@ -339,7 +340,7 @@ def export_command(path: Path, names: list[str] | None = None, *, console: Conso
 
     It can be imported elsewhere or shipped as tune/tables/<gpu>.json.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or plain_console()
     wanted = {decision_of(op).op for op in ops.named(names)}
     rows = [row for row in Store().rows() if row.op in wanted and state(row) == "holds"]
     replace_file(path, encoded(rows))
@@ -352,7 +353,7 @@ def import_command(path: Path, *, console: Console | None = None) -> int:
 
     A row for the same problem, kernel, compiler and GPU is replaced.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or plain_console()
     if not path.exists():
         raise ValueError(f"{path} must exist")
     rows = read_rows(path)
@@ -366,7 +367,7 @@ def prune_command(*, console: Console | None = None) -> int:
 
     Their kernels have changed, or the compiler has.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or plain_console()
     console.print(f"{Store().keep(lambda row: state(row) in ('holds', 'unknown GPU'))} rows removed")
     return 0
 

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from .. import ops, select
 from ..launch import Device, argument_error, decision_of
+from ..launch.console import plain_console
 from ..launch.table import SHIPPED, read_rows, rebuilt
 from ..select.choose import Choices, Model, ranked
 from ..select.cost import UNTIMED_SHARE, Prices, Works
@@ -319,7 +320,7 @@ def fit_command(names: list[str] | None = None, *, folder: Path | None = None, t
         raw times. folder: of packed raw times, by default those that ship.
     Raises: KeyError naming the known GPUs for another, ValueError without raw times.
     """
-    console = console or Console(soft_wrap=True, highlight=False)
+    console = console or plain_console()
     source, wanted = folder or raw.SHIPPED, ops.named(names)
     if not raw.gpus_of(source):
         raise argument_error("--raw", "a folder of raw times, as `tilewright tune --pack` writes it", source)

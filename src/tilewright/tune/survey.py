@@ -24,6 +24,7 @@ from rich.console import Console
 
 from ..interpret.threads import cores
 from ..launch import Device, decision_of
+from ..launch.console import plain_console
 from ..launch.parent import end_with_parent
 from ..launch.table import digest_of, plain
 from ..select.neighbours import size_names
@@ -165,7 +166,7 @@ class Part:
     def run_as_child(self) -> None:
         """Times it in a process that ends with its parent."""
         end_with_parent()
-        sys.exit(self.run(Console(soft_wrap=True, highlight=False)))
+        sys.exit(self.run(plain_console()))
 
 
 def in_parts(whole: Part, parts: int, console: Console) -> int:

@@ -13,11 +13,11 @@ from time import perf_counter, sleep
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from ...launch import Device, argument_error, dtype_name
+from ...launch.console import plain_console
 from ...launch.files import write_json
 from ...testing import Accuracy, accuracy
 from ..read import read
@@ -138,7 +138,7 @@ def difftest_command(model: Any, *, whole: Dims, position: int, blocks: int, gpu
 
     model: the layers to run. whole: of all layers, as `decided`.
     """
-    device, fusion, console = Device.named(gpu) if gpu else None, Fusion(), Console(highlight=False)
+    device, fusion, console = Device.named(gpu) if gpu else None, Fusion(), plain_console(soft_wrap=False)
     with torch.inference_mode():
         try:
             length = -(-(position + TOKENS) // MAX_LEN) * MAX_LEN

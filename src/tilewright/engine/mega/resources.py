@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from ...compile.build import compile_launches
@@ -11,6 +10,7 @@ from ...compile.command import Lines, report
 from ...compile.disassemble import require_tools
 from ...compile.report import Row, archs_of
 from ...launch import Device, Traced, traced
+from ...launch.console import plain_console
 from ...models.configs import CONFIGS
 from .pack import Packed, Weights, dims_of_config, refuse
 from .run import Clocks, Mega
@@ -57,7 +57,7 @@ def compile_mega_command(*, arch: str = "", json_file: Path | None = None, jobs:
     from transformers import AutoConfig
 
     require_tools()
-    console, lines = Console(highlight=False, soft_wrap=True), Lines(Console(stderr=True))
+    console, lines = plain_console(), Lines(plain_console(stderr=True))
     found: list[tuple[str, str, str, Traced]] = []
     for target in archs_of(arch):
         device = Device.for_arch(target)
