@@ -156,6 +156,12 @@ def test_a_file_that_holds_no_rows_is_an_error(tmp_path, content):
         report_command([file], out=tmp_path / "out")
 
 
+def test_cases_too_small_for_the_roofline_have_a_page(tmp_path):
+    """One token of argmax was `Data cannot be log-scaled because all values are <= 0`."""
+    assert report_command([written(tmp_path / "r.jsonl", row(op="argmax", gbs=154.7, tflops=0.04))], out=tmp_path / "out") == 0
+    assert "argmax" in (tmp_path / "out" / "index.html").read_text()
+
+
 def test_a_file_without_an_end_is_refused(tmp_path):
     """A device took all memory, and a FIFO waited for ever."""
     os.mkfifo(tmp_path / "fifo")

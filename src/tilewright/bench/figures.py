@@ -79,9 +79,8 @@ def roofline(rows: Sequence[Row], height: float = 5.4) -> Drawing:
     """
     with rc_context(STYLE):
         drawing, ax = _drawing(height)
-        looks = colours(dict.fromkeys(row["op"] for row in rows))
         shown = [row for row in rows if row["gbs"] >= SMALLEST and row["tflops"] >= SMALLEST]
-        for op, (colour, marker) in looks.items():
+        for op, (colour, marker) in colours(dict.fromkeys(row["op"] for row in shown)).items():
             mine = [row for row in shown if row["op"] == op]
             xs = [1e3 * row["tflops"] / row["gbs"] for row in mine]
             ax.scatter(xs, [row["tflops"] for row in mine], s=14, color=colour, marker=marker, alpha=0.75, linewidths=0, label=op)
