@@ -162,6 +162,30 @@ def test_cases_too_small_for_the_roofline_have_a_page(tmp_path):
     assert "argmax" in (tmp_path / "out" / "index.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"problem": None}, "object`, got `null` - at `$.problem`"),
+        ({"time_us": float("nan")}, "float` > 0.0 - at `$.time_us`"),
+        ({"gbs": "fast"}, "Expected `float`, got `str` - at `$.gbs`"),
+        ({"tflops": float("inf")}, "at `$.tflops`"),
+        ({"op": {}}, "Expected `str`, got `object` - at `$.op`"),
+        ({"gpu": -1}, "Expected `str`, got `int` - at `$.gpu`"),
+        ({"versions": 2.5}, "Expected `object`, got `float` - at `$.versions`"),
+        ({"date": None}, "Expected `str`, got `null` - at `$.date`"),
+        ({"peers": {"torch.eager": 0}}, "at `$.peers[...]`"),
+        ({"ceilings": {"tflops": 780.0}}, "missing required field `copy_gbs` - at `$.ceilings`"),
+    ],
+)
+def test_a_field_that_is_no_field_of_a_row_is_named(change, named, tmp_path):
+    """`error: problem` named none, `unhashable type` no line, and versions that are a number were a
+    traceback.
+    """
+    file = written(tmp_path / "r.jsonl", row(), row(**change))
+    with pytest.raises(ValueError, match=rf"r\.jsonl:2 must be a result row with op, case and gpu: .*{re.escape(named)}"):
+        report_command([file], out=tmp_path / "out")
+
+
 def test_a_file_without_an_end_is_refused(tmp_path):
     """A device took all memory, and a FIFO waited for ever."""
     os.mkfifo(tmp_path / "fifo")

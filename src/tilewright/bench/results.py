@@ -1,12 +1,15 @@
 """Reads result files: the newest row of each case, the row it replaced, and summaries."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from .. import ops
 from ..launch.files import read_regular
@@ -18,18 +21,65 @@ LARGEST = 1 << 28  # bytes of a file
 SAME = 0.03  # two runs of the same kernel differ by less
 OURS = {op_name(op) for op in ops.ALL}  # another op of ours is no peer, such as `matmul` beside `quantized_matmul`
 
+Number = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+Rate = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+
+
+class Told(msgspec.Struct):
+    """What every row holds, and what it may hold for readers; it may have more fields."""
+
+    op: str
+    case: str
+    gpu: str
+    date: str = ""
+    dtype: str = ""
+    source: str = ""
+    problem: dict[str, Any] = {}
+    time_us: Number | None = None
+    tokens_per_s: Number | None = None
+    spread_us: Rate = 0.0
+    peers: dict[str, Number] = {}
+    absent: dict[str, str] = {}
+    backends: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    draw_seed: int | None = None
+
+
+class Ceilings(msgspec.Struct):
+    """What roofs are drawn from."""
+
+    copy_gbs: Number
+    read_gbs: Number
+    tflops: Number
+
+
+class Kernel(msgspec.Struct):
+    """What a row of an op on a problem holds besides."""
+
+    problem: dict[str, Any]
+    dtype: str
+    bound: Literal["memory", "compute"]
+    time_us: Number
+    gbs: Rate
+    tflops: Rate
+    roof_pct: Rate
+    ceilings: Ceilings
+
 
 def read(paths: Iterable[Path]) -> list[Row]:
-    """The rows of result files, in order. Raises ValueError naming file and line; OSError for what
-    is no regular file.
+    """The rows of result files, in order. Raises ValueError naming file and line, and the field
+    that is not as `tilewright bench` writes it; OSError for what is no regular file.
     """
     rows = []
     for path in paths:
         for number, line in enumerate(read_regular(path, LARGEST).decode(errors="replace").splitlines(), 1):
             try:
                 row = json.loads(line)
-                rows.append(row | {"key": (row["op"], row["case"], row["gpu"])})
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                of = msgspec.convert(row, Told)
+                if "roof_pct" in row and row.get("tflops") is not None:
+                    msgspec.convert(row, Kernel)
+                rows.append(row | {"key": (of.op, of.case, of.gpu)})
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number} must be a result row with op, case and gpu: {type(error).__name__}: {error}") from None
     return rows
 
