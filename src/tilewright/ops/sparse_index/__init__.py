@@ -4,7 +4,8 @@ largest scores, the lists that `sparse_decode` attends to.
     score[t, s] = scale[s] * sum over heads h of weights[t, h] * max(0, q[t, h] . key[s])
 
 Token t of the q_len newest sees the keys from kv_start to kv_len - q_len + t. Of equal scores the
-earlier key is chosen. A NaN counts as the largest score.
+earlier key is chosen. A NaN counts as the largest score. The score of a key or a query with an
+infinity may be one: its products with zeros that fill up the heads are.
 
 Source    DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1, equation 1 (lightning indexer).
 Numerics  Products and sums in fp32; of e4m3 codes on Hopper with about 14 bits. The choice among
