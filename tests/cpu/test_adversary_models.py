@@ -147,6 +147,27 @@ def test_a_hook_inside_one_mlp_keeps_that_one() -> None:
         assert torch.allclose(logits(model, IDS), stock, rtol=1e-4, atol=1e-4)
 
 
+def test_matrices_of_a_dtype_without_a_kernel_stay() -> None:
+    """Those of a float64 model were replaced, unlike its norms, and it ran no more."""
+    with pytest.raises(ValueError, match="must be one with modules that our kernels can replace, got a LlamaForCausalLM in which nothing matched"):
+        patch(tiny(num_hidden_layers=1).double())
+
+    class Wide(nn.Module):
+        def __init__(self, weight: torch.Tensor) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight.double(), requires_grad=False)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows.double() @ self.weight.T
+
+    model = tiny(num_hidden_layers=1)
+    model.lm_head = Wide(model.lm_head.weight.data)
+    before = logits(model, IDS)
+    report = patch(model)
+    assert "matmul: weight must be bfloat16, float16 or float32, got float64" in str(report)
+    torch.testing.assert_close(logits(model, IDS), before, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("how", [{"only": 5}, {"skip": 5}, {"only": [5]}])
 def test_kinds_that_are_none_are_named(how) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(how))} must be a list of kinds, of linear, "):

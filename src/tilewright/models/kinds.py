@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..launch import HALVES, dtype_name
+from ..launch import FLOATS, HALVES, dtype_name
 from ..ops import rms_norm_gated, sparse_decode, sparse_index
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
@@ -35,7 +35,7 @@ def linear(module: Any) -> Verdict:
         return Method("quantized_matmul", None)  # by its own forward
     if type(module).forward is nn.Linear.forward:
         if plain(module, "weight") or wrapper_of(module) is not None:
-            return Method("matmul", "linear")  # transformers' tensor parallelism lends its forward a plain part of the weight
+            return _wide(module.weight) or Method("matmul", "linear")  # transformers' tensor parallelism lends its forward a plain part of the weight
         return f"matmul: weight is a {type(module.weight).__name__}, not a plain tensor"
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     held = [x for x in module._parameters.values() if x is not None]
@@ -48,8 +48,13 @@ def linear(module: Any) -> Verdict:
         x = probe.rows(len(matrix), seed=2)
         found = probe.attempt(lambda x=x: type(module).forward(probe.stand_in(module, tensors), x))  # type: ignore[misc]
         if (bias is None or bias.shape == matrix.shape[1:]) and probe.same(found, x @ matrix + tensors.get("bias", 0)):
-            return Method("matmul", "linear", (("transposed", transposed),))
+            return _wide(weight) or Method("matmul", "linear", (("transposed", transposed),))
     return f"matmul: {type(module).__name__} has a forward of its own" if isinstance(module, nn.Linear) else None
+
+
+def _wide(weight: Tensor) -> str | None:
+    """Why a matrix stays whose dtype `matmul` does not take."""
+    return None if weight.dtype in FLOATS else f"matmul: weight must be bfloat16, float16 or float32, got {dtype_name(weight.dtype)}"
 
 
 def norm(module: Any) -> Verdict:
