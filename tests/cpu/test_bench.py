@@ -27,8 +27,8 @@ from tilewright.bench.suites import Table, formatted, playbook, seeds
 from tilewright.bench.timer import Timing, input_sets
 from tilewright.engine.problems import of_all, of_engine
 from tilewright.launch import Device
-from tilewright.ops import softmax
-from tilewright.testing import check_op, op_name
+from tilewright.ops import attention_decode, softmax
+from tilewright.testing import asked, check_op, op_name
 from tilewright.testing.accuracy import Accuracy
 
 H200 = Device.named("H200")
@@ -150,6 +150,14 @@ def test_a_wrong_kernel_prints_no_number(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "WRONG, not timed" in out
     assert "us" not in out.replace("not timed", "").split("|")[0]
+
+
+def test_defaults_are_those_that_a_call_takes(monkeypatch):
+    """A call rounds the length of a cache up."""
+    monkeypatch.setattr(Device, "of", lambda tensor: H200)
+    problem = attention_decode.Problem(8, 64, 1, 640, 512, torch.bfloat16, shared=True)
+    found = _Run(Console(), SETUP, True, None, "").config(attention_decode, problem)
+    assert found == attention_decode.space(asked(attention_decode, problem, H200), H200)[0] != attention_decode.space(problem, H200)[0]
 
 
 def test_a_wrong_kernel_is_never_timed(monkeypatch, made_up):
