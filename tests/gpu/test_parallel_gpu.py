@@ -127,6 +127,7 @@ def decoding(group: Group, device: torch.device, folder: str) -> None:
             Path(folder, f"{group.shard.rank}-{os.getpid()}").touch()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_rank_that_is_killed_ends_the_others_at_once(which: int, tmp_path: Path) -> None:
     """By kill -9, while both replay their graphs."""
