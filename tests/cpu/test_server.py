@@ -22,9 +22,12 @@ for needed in ("openai", "starlette", "uvicorn"):
     pytest.importorskip(needed, reason="pip install 'tilewright[serve]'")
 
 import uvicorn  # noqa: E402
+from starlette.datastructures import Headers  # noqa: E402
 from uvicorn.server import ServerState  # noqa: E402
 
 from tilewright.models.server.connection import Connection  # noqa: E402
+from tilewright.models.server.gate import Gate  # noqa: E402
+from tilewright.models.server.protocol import Refusal  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -384,3 +387,13 @@ def test_a_key_is_asked_for(guarded):
             assert "sesame" not in error["message"]
     assert call(port, CHAT, chat(), headers=SESAME)[0] == 200
     assert call(port, "/health")[0] == 200
+
+
+@pytest.mark.parametrize("key", ["sésame à", "Å"])
+def test_a_key_may_end_with_any_letter(key):
+    """The last byte of these looks like a blank in latin-1, which headers are read in."""
+    gate = Gate(None, api_key=key, most_bytes=1, most_inside=1)
+    for blanks in ("", " ", "\t "):
+        gate._check_key(Headers(raw=[(b"authorization", f"Bearer {key}{blanks}".encode())]))
+    with pytest.raises(Refusal):
+        gate._check_key(Headers(raw=[(b"authorization", f"Bearer {key}".encode()[:-1])]))

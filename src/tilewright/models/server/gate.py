@@ -61,7 +61,7 @@ class Gate:
 
     def _check_key(self, headers: Headers) -> None:
         kind, _, key = headers.get("authorization", "").partition(" ")
-        if self._key is not None and not (kind.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)):
+        if self._key is not None and not (kind.lower() == "bearer" and hmac.compare_digest(key.strip(" \t").encode("latin-1"), self._key)):
             raise Refusal(
                 401,
                 "the header Authorization should be 'Bearer KEY' with this server's key",
