@@ -128,6 +128,30 @@ def test_a_signal_drains_the_server(drain, tokens, capsys, monkeypatch):
         assert "stopping" in given["first"][1]["error"]["message"]
 
 
+def test_signals_are_heeded_from_the_first_answer_to_the_end(monkeypatch):
+    """One as soon as /health answered, or a second one while the server closed, killed it."""
+    import tilewright.models.serve as module
+    from tilewright.models.server.worker import Worker
+
+    loaded = Loaded(tiny_model({"model_type": "llama", "num_hidden_layers": 1}), tokenizer(), "tiny")
+    heeded, run, stop = {}, module._run, Worker.stop
+
+    def note(when, do, *given):
+        heeded[when] = [signal.getsignal(number) is not handlers[number] for number in handlers]
+        do(*given)
+
+    def say(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(module, "_run", lambda *given: note("begins", run, *given))
+    monkeypatch.setattr(Worker, "stop", lambda worker: note("ends", stop, worker))
+    monkeypatch.setattr(module, "_say", say)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    assert serve_command(loaded, port=0, cache_pages=PAGES) == 0
+    assert heeded == {"begins": [True, True], "ends": [True, True]}
+    assert all(signal.getsignal(number) is handler for number, handler in handlers.items())
+
+
 @pytest.fixture(scope="module")
 def tool():
     """benchmarks/serving_load.py"""

@@ -1,12 +1,13 @@
 """`tilewright serve`: OpenAI's interface in front of one model on our kernels."""
 
 import asyncio
+import atexit
 import ipaddress
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -84,6 +85,7 @@ def serving(  # noqa: PLR0913 options by keyword
     api_key: str | None = None,
     prefix_reuse: bool = True,
     kv_dtype: str | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> Iterator[Running]:
     """Patches a model and serves it while the block runs; its end undoes both.
 
@@ -98,6 +100,7 @@ def serving(  # noqa: PLR0913 options by keyword
         api_key: what clients have to send; None: nothing.
         prefix_reuse: whether a prompt shares the whole pages of another one's beginning.
         kv_dtype: as in `patch`.
+        begin: is called once the model is known to run, before anybody can reach the server.
     Raises: ImportError: the packages of a server are missing. ValueError: the model has no
         tokenizer, or one in Python, or is none that `patch` knows; an argument.
     """
@@ -131,6 +134,8 @@ def serving(  # noqa: PLR0913 options by keyword
             config = uvicorn.Config(app, host=host, port=port, http=Connection, ws="none", **how)
             server = uvicorn.Server(config)
             thread = threading.Thread(target=_run, args=(server, worker), name="server")
+            if begin is not None:
+                begin()
             try:
                 with unsaid("uvicorn.error") as reasons:
                     thread.start()
@@ -204,10 +209,14 @@ def serve_command(loaded: Loaded, *, drain_seconds: float = DRAIN_SECONDS, **opt
     def stop(*_: object) -> None:
         (hurry if asked_to_stop.is_set() else asked_to_stop).set()
 
-    with serving(loaded, **options) as running:
-        _say(loaded, running, options.get("api_key"), options.get("kv_dtype"))
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+    before: dict[int, Any] = {}
+
+    def heed() -> None:
+        before.update({number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)})
+
+    try:  # signals may come as soon as the server answers, and until it is closed
+        with serving(loaded, **options, begin=heed) as running:
+            _say(loaded, running, options.get("api_key"), options.get("kv_dtype"))
             while not asked_to_stop.wait(0.1) and running.worker.failure is None:
                 pass
             if running.worker.failure is None:
@@ -218,9 +227,10 @@ def serve_command(loaded: Loaded, *, drain_seconds: float = DRAIN_SECONDS, **opt
                 f"{worker.prompt_tokens} prompt tokens, of which {worker.reused_tokens} were in shared pages; {worker.captured_steps} steps captured",
                 flush=True,
             )
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+            atexit.register(signal.signal, number, signal.SIG_IGN)  # the interpreter takes a while to end
     if running.worker.failure is not None:
         failure = running.worker.failure
         print(f"error: the worker ended: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
