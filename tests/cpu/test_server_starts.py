@@ -113,6 +113,8 @@ def test_a_server_for_all_without_a_key_warns(capsys):
     [
         {"api_key": ""},
         {"api_key": "k\n"},  # as a file ends: no client could send it
+        {"api_key": "k\ney"},
+        {"api_key": "k\udcff"},  # a byte that is no UTF-8, which failed once the model was loaded
         {"max_requests": 0},
         {"max_body_bytes": -1},
         {"cache_pages": 0},

@@ -169,6 +169,8 @@ def check_options(*, host: str, port: int, api_key: str | None, **counts: int | 
         raise argument_error("api_key", "not empty", repr(api_key))
     if api_key is not None and api_key != api_key.strip():  # no header can hold it
         raise argument_error("api_key", "a text without blanks or line ends around it", "one with some")
+    if api_key is not None and not api_key.isprintable():  # nor this: control characters, or bytes that are no UTF-8
+        raise argument_error("api_key", "printable characters, in UTF-8", "one with others")
     if missing := [name for name in ("psutil", "pydantic", "starlette", "uvicorn") if find_spec(name) is None]:
         raise ImportError(f"a server needs {', '.join(missing)}: pip install 'tilewright[serve]'")
     if tuple(map(int, version("transformers").split(".")[:2])) < TRANSFORMERS:
