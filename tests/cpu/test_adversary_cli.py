@@ -2,6 +2,7 @@
 
 import io
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -29,6 +30,7 @@ from tilewright.launch import Device
 from tilewright.launch.console import plain_console, write
 from tilewright.launch.files import replace_file
 from tilewright.launch.names import nearest
+from tilewright.launch.parent import spawned_pool
 from tilewright.models import outline_of
 from tilewright.ops.common.mx import mx_named
 from tilewright.ops.common.weight_formats import format_named
@@ -186,6 +188,27 @@ def test_compilers_are_started_before_ctrl_c_stops_their_parent(monkeypatch: pyt
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_the_processes_of_a_fuzz_at_once_and_they_say_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """While they imported torch, each printed a traceback beside `stopped`."""
+
+    def interrupted() -> None:
+        with spawned_pool(1) as pool:
+            pool.submit(time.sleep, 600)
+            (child,) = multiprocessing.active_children()
+            assert child.pid is not None
+            os.kill(child.pid, signal.SIGINT)  # a terminal tells all of its processes
+            time.sleep(0.5)
+            assert child.is_alive()
+            raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not multiprocessing.active_children()
+    assert time.monotonic() - began < 60
+    assert "Traceback" not in capfd.readouterr().err
 
 
 INTERRUPTED = """

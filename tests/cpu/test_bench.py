@@ -169,7 +169,7 @@ def test_a_wrong_kernel_is_never_timed(monkeypatch, made_up):
 
 def test_processes_check_every_case_before_one_is_timed(monkeypatch, made_up, capsys):
     """A wrong case is told and not timed; one that they could not check is checked by the run."""
-    monkeypatch.setattr(prepare, "ProcessPoolExecutor", lambda jobs, context, initializer: ThreadPoolExecutor(1))
+    monkeypatch.setattr(prepare, "spawned_pool", lambda jobs: ThreadPoolExecutor(1))
     small, wrong, large = (softmax.Problem(rows, 70, torch.float32) for rows in (33, 34, 35))
     checks = []
 

@@ -4,16 +4,14 @@ What compilers made stays in their caches on disk, where the process that times 
 """
 
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from multiprocessing import get_context
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from .. import ops
-from ..launch.parent import end_with_parent
+from ..launch.parent import spawned_pool
 from ..testing import check_op, op_name, seeded_inputs
 from ..testing.accuracy import Accuracy
 from .measure import Setup, all_peers
@@ -29,7 +27,7 @@ def prepared(tasks: Iterable[tuple[ModuleType, Any, Any]], setup: Setup, jobs: i
     Raises: BrokenProcessPool where a process is killed.
     """
     wanted = [(op_name(op), problem, config, setup.device, setup.peers) for op, problem, config in tasks]
-    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent) as pool:
+    with spawned_pool(jobs) as pool:
         found = list(pool.map(_prepare, *zip(*wanted, strict=True))) if wanted else []
     return {task[:2]: of for task, of in zip(wanted, found, strict=True) if of is not None}
 

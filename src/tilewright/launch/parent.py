@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +45,28 @@ def ignoring_interrupts() -> Iterator[None]:
     finally:
         if alone:
             signal.signal(signal.SIGINT, before)
+
+
+class _Spawned(ProcessPoolExecutor):
+    """Its calls start the processes."""
+
+    def submit(self, *call: Any, **named: Any) -> Any:
+        with ignoring_interrupts():
+            return super().submit(*call, **named)
+
+
+@contextmanager
+def spawned_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes of their own imports, for long calls. Ctrl-C in the block ends them at once, also
+    while they import, where each would print a traceback.
+    """
+    with _Spawned(jobs, multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool:
+        try:
+            yield pool
+        except KeyboardInterrupt:
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
 
 
 @contextmanager

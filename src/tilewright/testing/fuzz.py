@@ -13,9 +13,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +24,7 @@ from torch import Tensor
 from .. import ops
 from ..launch import Device, chosen_device
 from ..launch.console import plain_console
-from ..launch.parent import end_with_parent
+from ..launch.parent import spawned_pool
 from ..ops.grouped_gemm import grouped_gemm_list
 from .accuracy import accuracy
 from .check import op_name, outputs, run_op
@@ -385,7 +383,7 @@ def fuzz_command(
     if jobs == 1:
         found = [run(*shares)]
     else:
-        with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent) as pool:
+        with spawned_pool(jobs) as pool:
             found = list(pool.map(functools.partial(run, *shares, jobs=jobs), range(jobs)))
     tallies = {name: functools.reduce(Tally.plus, (tally[name] for tally in found)) for name in found[0]}
     for name, tally in tallies.items():
