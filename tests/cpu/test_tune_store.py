@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from filelock import FileLock
 from made_up import H200, PROBLEM, SPACE, MadeUp, own_folder, quiet, row_for  # noqa: F401  (a fixture)
 
 from tilewright.launch import forget_plans, table
@@ -125,6 +126,19 @@ def test_two_tuners_at_once_lose_no_row(tmp_path):
         process.join(timeout=120)
         assert process.exitcode == 0
     assert {row.problem["rows"] for row in Store(path).rows()} == set(range(1, 61))
+
+
+def test_a_lock_that_another_process_holds_is_named_and_nothing_changes(monkeypatch, tmp_path):
+    """The error was filelock's, which does not say that somebody holds it."""
+    monkeypatch.setattr("tilewright.tune.store.LONGEST_WAIT_S", 0.1)
+    store = Store(tmp_path / "tuned.json")
+    rows = [row_for(dataclasses.replace(PROBLEM, rows=rows), SPACE[0]) for rows in (1, 2)]
+    store.add(rows[:1])
+    with FileLock(tmp_path / "tuned.lock"), pytest.raises(OSError, match=r"tuned\.lock must be free within 0\.1 s, got one that another process"):
+        store.add(rows[1:])
+    assert store.rows() == rows[:1]
+    store.add(rows[1:])
+    assert len(store.rows()) == 2
 
 
 def test_shipped_tables_are_whole_and_named_for_their_gpu():

@@ -11,11 +11,12 @@ nothing.
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from ..launch.files import check_regular, replace_file
 from ..launch.table import Row, read_rows, user_file
@@ -52,12 +53,22 @@ class Store:
                 self._write(kept)
             return len(rows) - len(kept)
 
-    def _lock(self) -> FileLock:
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = self.path.with_suffix(".lock")
         if os.path.lexists(lock):  # filelock opens and empties whatever is there
             check_regular(lock, lock.lstat().st_mode)
-        return FileLock(lock, timeout=LONGEST_WAIT_S)
+        held = FileLock(lock)
+        try:
+            held.acquire(timeout=LONGEST_WAIT_S)
+        except Timeout:
+            wanted = f"free within {LONGEST_WAIT_S:g} s, got one that another process holds: end that process"
+            raise TimeoutError(f"the lock {lock} must be {wanted}") from None
+        try:
+            yield
+        finally:
+            held.release()
 
     def _read(self) -> list[Row]:
         # Only under the lock: else the broken file could be another's good one when it is moved.
