@@ -29,7 +29,7 @@ import torch
 from tilewright import ops
 from tilewright.bench.report import case_name
 from tilewright.ops import matmul
-from tilewright.testing import asked, op_name
+from tilewright.testing import call_space, op_name
 from tilewright.testing.cases import cases
 from tilewright.tune.search import search
 from tilewright.tune.store import Store
@@ -75,13 +75,13 @@ def exhaustive(names: list[str], count: int, seconds: float, seed: int, jobs: in
     ratios: list[float] = []
     began = time.perf_counter()
     with Gpu(torch.device("cuda", 0), jobs=jobs) as bench:
-        sample = [(op, problem) for op, problem in sample if op.space(asked(op, problem, bench.device), bench.device)]
+        sample = [(op, problem) for op, problem in sample if call_space(op, problem, bench.device)]
         for i, (op, problem) in enumerate(sample):
             if time.perf_counter() - began > seconds:
                 print(f"out of time, {len(sample) - i} problems left")
                 break
             for ahead in sample[i + 1 : i + 2] if i else sample[:2]:
-                bench.prepare(*ahead, op_space(*ahead, bench))
+                bench.prepare(*ahead, call_space(*ahead, bench.device))
             try:
                 found = search(op, problem, bench)
             except RuntimeError as error:
@@ -97,15 +97,11 @@ def exhaustive(names: list[str], count: int, seconds: float, seed: int, jobs: in
     return within == len(ratios)
 
 
-def op_space(op, problem, bench):
-    return op.space(asked(op, problem, bench.device), bench.device)
-
-
 def off(op, problem, choice, bench) -> tuple[float, object]:
     """The time of the choice over that of the best, and the best."""
     rough = {}
     with bench.clock(op, problem) as clock:
-        for config in op_space(op, problem, bench):
+        for config in call_space(op, problem, bench.device):
             try:
                 rough[config] = clock.rough(config, 10 * min(rough.values(), default=math.inf))
             except Exception as error:  # does not compile or launch: no candidate

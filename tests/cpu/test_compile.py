@@ -35,7 +35,7 @@ from tilewright.compile.job import Job, one_line
 from tilewright.compile.signature import kernel_signature
 from tilewright.launch import Bound, Device, Traced, identity, traced
 from tilewright.ops import matmul
-from tilewright.testing import asked, op_name, run_op
+from tilewright.testing import call_space, op_name, run_op
 from tilewright.testing.cases import cases
 
 FITS, SPILLS, BROKEN, ILLEGAL = toy_outer.FITS, toy_outer.SPILLS, toy_outer.BROKEN, toy_outer.ILLEGAL
@@ -340,7 +340,7 @@ def default_jobs(op, arch) -> dict[tuple, tuple[Job, str]]:
     """
     device = Device.for_arch(arch)
     largest_first = sorted(dict.fromkeys(cases(op, "bench") + cases(op, "real")), key=work_of, reverse=True)
-    problem = next((p for p in largest_first if op.space(asked(op, p, device), device)), None)  # a space prices each config
+    problem = next((p for p in largest_first if call_space(op, p, device)), None)  # a space prices each config
     if problem is None:
         assert not device.has_fp8
         return {}
@@ -348,7 +348,7 @@ def default_jobs(op, arch) -> dict[tuple, tuple[Job, str]]:
 
 
 def jobs_of(op, problem, device) -> dict[tuple, tuple[Job, str]]:
-    config = op.space(asked(op, problem, device), device)[0]
+    config = call_space(op, problem, device)[0]
     with traced(device) as launches, torch.inference_mode():
         run_op(op, problem.inputs(torch.device("meta")), config)
     assert launches

@@ -21,7 +21,7 @@ from ..compile.ahead import Ahead
 from ..compile.job import one_line
 from ..launch import Device, check_name, require_gpu
 from ..launch.console import plain_console
-from ..testing import asked, op_name
+from ..testing import call_space, op_name
 from ..testing.cases import cases
 from ..testing.drawn import draw_all
 from ..testing.problems import Task
@@ -151,8 +151,7 @@ class _Run:
         """The one to force, None for that of a user's call."""
         if not self.defaults:
             return None
-        here = Device.of(torch.empty(0, device=self.setup.device))
-        return op.space(asked(op, problem, here), here)[0]
+        return call_space(op, problem, Device.of(torch.empty(0, device=self.setup.device)))[0]
 
     def drawn(self, tasks: Sequence[tuple[int, ModuleType, Any]], here: Device) -> None:
         """Measures drawn problems, each with its seed. What no process of `prepare` has compiled

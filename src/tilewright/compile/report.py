@@ -10,7 +10,7 @@ import torch
 
 from ..launch import Device, Traced, traced
 from ..ops.common.weight_formats import step_weights
-from ..testing import asked, op_name, run_op
+from ..testing import call_space, op_name, run_op
 from ..testing.cases import cases
 from .build import compile_launches
 from .cache import ResultCache
@@ -91,7 +91,7 @@ def compile_ops(
         cache: see ResultCache. on_done: called with (finished, distinct) as compilations finish.
     Raises: ValueError for an unknown architecture.
     """
-    choose = problems or (every_case if defaults_only else representative)
+    choose = problems or ((lambda op, _: every_case(op)) if defaults_only else representative)
     pending: list[tuple[Row, Traced | None]] = []
     for op in ops:
         for arch in archs:
@@ -103,30 +103,22 @@ def compile_ops(
     return _merged(dataclasses.replace(row, compiled=next(results)) if launch else row for row, launch in pending)
 
 
-def every_case(op: ModuleType, device: Device) -> list[Any]:
-    """Every problem of GPU tests and benchmark, once, that the device can run."""
-    return [problem for problem, _ in _defaults(op, device)]
-
-
-def _defaults(op: ModuleType, device: Device) -> Iterator[tuple[Any, Any]]:
-    """Of `every_case` each problem with the config of an untuned call; None if the op's own code
-    fails, as it does again, and is then reported, where its rows are made.
-    """
-    for problem in dict.fromkeys(cases(op, "bench") + cases(op, "real")):
-        try:
-            configs = op.space(asked(op, problem, device), device)
-        except Exception:
-            yield problem, None
-        else:
-            yield from ((problem, config) for config in configs[:1])
+def every_case(op: ModuleType) -> list[Any]:
+    """Every problem of GPU tests and benchmark, once."""
+    return list(dict.fromkeys(cases(op, "bench") + cases(op, "real")))
 
 
 def representative(op: ModuleType, device: Device) -> list[Any]:
-    """A few large problems that launch each kernel of an op for each dtype."""
+    """A few large problems that the device can run and that launch each kernel of an op for each
+    dtype.
+    """
     largest: dict[frozenset[tuple[str, ...]], Any] = {}
-    for problem, config in sorted(_defaults(op, device), key=lambda one: _work(one[0]), reverse=True):
+    for problem in sorted(every_case(op), key=_work, reverse=True):
         try:
-            kind = frozenset(_kind(launch) for launch in _launches(op, problem, device, config))
+            configs = call_space(op, problem, device)
+            if not configs:
+                continue
+            kind = frozenset(_kind(launch) for launch in _launches(op, problem, device, configs[0]))
         except Exception:  # the same problem fails again, and is then reported, where its rows are made
             kind = frozenset({("error",)})
         largest.setdefault(kind, problem)
@@ -141,9 +133,8 @@ def representative(op: ModuleType, device: Device) -> list[Any]:
 
 def _rows(op: ModuleType, problem: Any, device: Device, defaults_only: bool) -> Iterator[tuple[Row, Traced | None]]:
     """A row for each launch, not yet compiled; or one row with the error of the op's own code."""
-    configs: list[Any] = [None]
     try:
-        configs = op.space(asked(op, problem, device), device)[: 1 if defaults_only else None]
+        configs = call_space(op, problem, device)[: 1 if defaults_only else None]
     except Exception as error:
         yield _row(op, problem, None, device, True, Compiled(error=one_line(error))), None
         return

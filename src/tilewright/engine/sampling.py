@@ -84,12 +84,12 @@ LIKELIEST = Sampling(temperature=0)
 
 
 @lru_cache(maxsize=8)
-def _offered(vocab: int, never: tuple[int, ...]) -> Tensor:
+def _offered(vocab: int, never: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [words]: the bits of all tokens but `never`; those behind the vocabulary name none."""
     bits = torch.zeros(math.ceil(vocab / WORD) * WORD, dtype=torch.int64)
     bits[:vocab] = 1
     bits[[token for token in never if 0 <= token < vocab]] = 0
-    return (bits.view(-1, WORD) << torch.arange(WORD)).sum(-1).int()
+    return (bits.view(-1, WORD) << torch.arange(WORD)).sum(-1).int().to(device)
 
 
 class Choice:
@@ -152,7 +152,7 @@ class Choice:
         if mask.dtype != torch.int32 or mask.shape != (sequences, wide):
             raise argument_error("a grammar's mask", f"int32 [{sequences}, {wide}], a row for each sequence", f"{mask.dtype} {tuple(mask.shape)}")
         never = tuple(token for token, bias in sampling.logit_bias.items() if bias < -torch.finfo(torch.float32).max)
-        named = (mask & _offered(vocab, never).to(mask.device)) != 0
+        named = (mask & _offered(vocab, never, mask.device)) != 0
         for i, (some, done) in enumerate(zip(named.any(-1).tolist(), ended, strict=True)):
             if not some and not done:
                 be = "of at least one token, as for the end of a text" + (", whose logit_bias is above -inf" if never else "")

@@ -5,6 +5,7 @@ benchmark.
 from .accuracy import Accuracy as Accuracy, accuracy as accuracy, assert_accurate as assert_accurate
 from .check import (
     asked as asked,
+    call_space as call_space,
     check_op as check_op,
     op_name as op_name,
     outputs as outputs,

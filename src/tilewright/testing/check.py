@@ -1,7 +1,7 @@
 """Runs one op on one problem and judges every output, for tests, verify, tuner and benchmark."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -91,6 +91,12 @@ def asked(op: ModuleType, problem: Any, device: Device) -> Any:
     except _Asked as found:
         return found.args[0]
     return problem
+
+
+def call_space(op: ModuleType, problem: Any, device: Device) -> Sequence[Any]:
+    """The configs among which a call on these inputs chooses, the default of untuned ones first."""
+    found: Sequence[Any] = op.space(asked(op, problem, device), device)
+    return found
 
 
 def _map(inputs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:

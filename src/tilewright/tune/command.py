@@ -22,7 +22,7 @@ from ..launch import Device, argument_error, check_name, decision_of, forget_pla
 from ..launch.console import plain_console, write
 from ..launch.files import replace_file, write_json
 from ..launch.table import Key, Row, key_of, log_file, plain, read_rows, shipped_file
-from ..testing import asked, op_name
+from ..testing import asked, call_space, op_name
 from ..testing.cases import cases
 from ..testing.drawn import FITTING_SEEDS
 from ..testing.problems import Task, of_file
@@ -257,7 +257,7 @@ def raw_times(op: ModuleType, problem: Any, found: Found, bench: Workbench) -> l
 
 def _configs(op: ModuleType, problem: object, device: Device, wanted: Callable[[Any], bool]) -> list[Any]:
     """The default, and those of the space that are wanted."""
-    space = op.space(asked(op, problem, device), device)
+    space = call_space(op, problem, device)
     return [*space[:1], *filter(wanted, space[1:])]
 
 
